@@ -1,0 +1,165 @@
+"""Writing N rows into every layer of a pool in one step, on one thread of a CPU.
+
+The contenders write the same bfloat16 rows to the same randomly permuted slots of 32 layers:
+
+  tuple, stacked  a jitted step of this library on a donated pool, in its two layouts; the rows are its arguments
+  torch           an in-place index_copy_ a buffer (pip install torch==2.13.0)
+  numpy           an indexed assignment a buffer: a C loop of row copies
+  memcpy          one contiguous copy of the same bytes: no slots at all
+
+Ratios: torch/best is how many times faster than torch the better of the two layouts is; best/memcpy and best/numpy are
+how many times longer than those it takes.
+"""
+
+import os
+
+# Before JAX starts: every contender has one thread.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import jkv
+from benchmarks import report
+
+LAYERS = 32
+SIZE, PAGE = 8192, 64
+ROW_COUNTS = (1, 16, 256, 4096)
+# Elements of a row in each buffer of a layer.
+FAMILIES = {"MHA 8x128": (1024, 1024), "MLA 512+64": (576,)}
+
+
+def create(family: str, stacked: bool) -> Any:
+    """A pool of the family with `LAYERS` layers."""
+    common = {"size": SIZE, "page_size": PAGE, "dtype": jnp.bfloat16, "layer_num": LAYERS, "stacked": stacked}
+    if family.startswith("MHA"):
+        return jkv.MHATokenToKVPool.create(head_num=8, head_dim=128, **common)
+    return jkv.MLATokenToKVPool.create(kv_lora_rank=512, qk_rope_head_dim=64, **common)
+
+
+def write_layer(pool: Any, layer: Any, loc: jax.Array, rows: tuple[jax.Array, ...]) -> Any:
+    """One layer's door: `rows` are (k, v) of an MHA pool, (nope, rope) of an MLA pool."""
+    if isinstance(pool, jkv.MHATokenToKVPool):
+        return pool.set_kv_buffer(layer, loc, *rows)
+    return pool.set_mla_kv_buffer(layer, loc, *rows)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step_tuple(pool: Any, loc: jax.Array, rows: tuple[tuple[jax.Array, ...], ...]) -> Any:
+    """Writes `rows[layer]` to every layer, unrolled."""
+    for layer in range(LAYERS):
+        pool = write_layer(pool, layer, loc, rows[layer])
+    return pool
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step_stacked(pool: Any, loc: jax.Array, rows: tuple[jax.Array, ...]) -> Any:
+    """The same as a scan over the layers; `rows` are stacked over the layers."""
+
+    def body(pool: Any, xs: Any) -> tuple[Any, None]:
+        layer, layer_rows = xs
+        return write_layer(pool, layer, loc, layer_rows), None
+
+    return jax.lax.scan(body, pool, (jnp.arange(LAYERS), rows))[0]
+
+
+def in_place(step: Callable[..., Any], pool: Any, *args: Any) -> Callable[[], None]:
+    """A contender that calls `step` on its own donated pool and waits for the result."""
+    held = [pool]
+
+    def run() -> None:
+        held[0] = jax.block_until_ready(step(held[0], *args))
+
+    return run
+
+
+def contenders(family: str, count: int, pools: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """All contenders for `count` rows; `pools` keeps their buffers from one row count to the next."""
+    rng = np.random.default_rng(count)
+    loc = rng.permutation(np.arange(PAGE, SIZE + PAGE))[:count].astype(np.int32)
+    widths = FAMILIES[family]
+    words = [rng.integers(0, 0x3F80, (LAYERS, count, width), dtype=np.uint16) for width in widths]
+
+    heads = (8, 128) if family.startswith("MHA") else (1,)
+    parts = words if family.startswith("MHA") else [words[0][..., :512], words[0][..., 512:]]
+    rows = tuple(
+        jnp.asarray(part).view(jnp.bfloat16).reshape(LAYERS, count, *heads, *([-1] if len(heads) == 1 else []))
+        for part in parts
+    )
+    by_layer = tuple(tuple(part[layer] for part in rows) for layer in range(LAYERS))
+
+    index = torch.from_numpy(loc.astype(np.int64))
+    torch_rows = [torch.from_numpy(part).view(torch.bfloat16) for part in words]
+    dense = [np.empty_like(part) for part in words]
+
+    def run_torch() -> None:
+        for buffers, part in zip(pools["torch"], torch_rows, strict=True):
+            for layer in range(LAYERS):
+                buffers[layer].index_copy_(0, index, part[layer])
+
+    def run_numpy() -> None:
+        for buffers, part in zip(pools["numpy"], words, strict=True):
+            for layer in range(LAYERS):
+                buffers[layer][loc] = part[layer]
+
+    def run_memcpy() -> None:
+        for target, part in zip(dense, words, strict=True):
+            np.copyto(target, part)
+
+    return {
+        "tuple": in_place(step_tuple, create(family, stacked=False), jnp.asarray(loc), by_layer),
+        "stacked": in_place(step_stacked, create(family, stacked=True), jnp.asarray(loc), rows),
+        "torch": run_torch,
+        "numpy": run_numpy,
+        "memcpy": run_memcpy,
+    }
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = report.arguments(__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="time for each line of the table (default 10)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    measurements = []
+    for family, widths in FAMILIES.items():
+        shapes = [(SIZE + PAGE, width) for width in widths]
+        pools = {
+            "torch": [[torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)] for shape in shapes],
+            "numpy": [[np.zeros(shape, np.uint16) for _ in range(LAYERS)] for shape in shapes],
+        }
+        for count in ROW_COUNTS:
+            with jkv.enable_checks(False):
+                times = report.interleaved(contenders(family, count, pools), seconds=options.seconds)
+            best = min(times["tuple"], times["stacked"])
+            measurements.append(
+                {
+                    "family": family,
+                    "rows": count,
+                    **times,
+                    "torch/best": times["torch"] / best,
+                    "best/numpy": best / times["numpy"],
+                    "best/memcpy": best / times["memcpy"],
+                }
+            )
+    names = ["tuple", "stacked", "torch", "numpy", "memcpy"]
+    ratios = ["torch/best", "best/numpy", "best/memcpy"]
+    lines = [
+        [m["family"], m["rows"], *(report.microseconds(m[n]) for n in names), *(f"{m[r]:.2f}" for r in ratios)]
+        for m in measurements
+    ]
+    title = f"N rows into {LAYERS} layers in one step, microseconds (JAX {jax.__version__}, torch {torch.__version__})"
+    print(report.table(title, ["family", "N", *names, *ratios], lines))
+    report.write_json(options.json, measurements)
+
+
+if __name__ == "__main__":
+    main()
