@@ -219,6 +219,19 @@ def test_everything_public_is_documented():
     assert not undocumented
 
 
+def test_everything_public_is_annotated():
+    bare = []
+    for name, value in public_objects():
+        function = value if inspect.isfunction(value) or inspect.ismethod(value) else None
+        if function is not None:
+            signature = inspect.signature(function)
+            hints = [signature.return_annotation] + [
+                parameter.annotation for parameter in signature.parameters.values() if parameter.name != "self"
+            ]
+            bare += [name] * (inspect.Signature.empty in hints)
+    assert not bare
+
+
 def test_importing_the_library_touches_no_device():
     library = [name for name in modules(*LIBRARY) if not name.endswith((".mosaic", ".triton"))]
     code = "\n".join(
