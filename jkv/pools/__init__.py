@@ -1,0 +1,1 @@
+"""The pool families, one a module."""

@@ -1,0 +1,126 @@
+"""The pool of multi-head latent attention (MLA, DeepSeek-V2): one latent and one rotary part a token."""
+
+from typing import ClassVar, Self, Unpack
+
+import jax
+
+from jkv.layout import Buffer, Layout
+from jkv.pools.base import Pool, PoolOptions, float_dtype, register
+from jkv.slots import positive_int
+from pallas_kernels import codecs, scatter_mla
+
+
+def _scatter(buffers, loc, rows, scales, **options):
+    return (scatter_mla(*buffers, loc, *rows, scale=scales[0], **options),)
+
+
+@register
+class MLATokenToKVPool(Pool):
+    """Rows `[dcp_size * rows, 1, kv_lora_rank + qk_rope_head_dim]` of every layer: nope, then rope."""
+
+    kv_buffer: tuple[jax.Array, ...] | jax.Array
+    layout: Layout
+    label: ClassVar[str] = "MLA"
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        size: int,
+        page_size: int,
+        dtype,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        **options: Unpack[PoolOptions],
+    ) -> Self:
+        """An empty (zero) pool.
+
+        Args:
+          size: tokens that one DCP rank holds, a multiple of `page_size` (tokens of a page on one rank).
+          dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+          kv_lora_rank: elements of the latent part (nope). qk_rope_head_dim: elements of the rotary part (rope).
+          layer_num: layers of this pool.
+          **options: see `PoolOptions`; over `tp_axis` the rows are replicated.
+
+        Raises:
+          ValueError: sizes that are not positive or do not divide, an unknown dtype or mesh axis.
+        """
+        dtype = float_dtype(dtype, cls.__name__)
+        parts = (
+            positive_int(kv_lora_rank, cls.__name__, "kv_lora_rank"),
+            positive_int(qk_rope_head_dim, cls.__name__, "qk_rope_head_dim"),
+        )
+        buffers = [Buffer("kv_buffer", 1, parts, codecs.word_dtype(dtype))]
+        return cls._create(buffers, size=size, page_size=page_size, dtype=dtype, layer_num=layer_num, **options)
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Elements of the latent part of a row."""
+        return self.layout.buffers[0].parts[0]
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Elements of the rotary part of a row."""
+        return self.layout.buffers[0].parts[1]
+
+    def set_kv_buffer(self, layer_id, loc, cache_k, k_scale=None) -> Self:
+        """Writes whole rows of N tokens to their slots; padding and ids out of range are dropped.
+
+        Args:
+          layer_id: the model's layer number; may be traced when the pool is stacked.
+          loc: `[N]` signed integers, distinct apart from padding.
+          cache_k: `[N, 1, kv_lora_rank + qk_rope_head_dim]` floats (the 1 may be absent), cast to the pool's dtype.
+          k_scale: FP8 pools only: divide the row by it in float32 first; a number or an array of shape () or (1,).
+
+        Returns:
+          The new pool; in place when this one is donated to the jitted caller.
+
+        Raises:
+          IndexError: the layer. TypeError: `loc` is not of signed integers. ValueError: shapes, dtypes, the scale.
+          KVIndexError: with checks on, ids out of range or repeated, NaN in a row.
+        """
+        rows = {"cache_k": (cache_k, self.layout.buffers[0].width)}
+        return self._store(f"set_kv_buffer ({self.label})", _scatter, layer_id, loc, rows, {"k_scale": k_scale})
+
+    def set_mla_kv_buffer(self, layer_id, loc, cache_k_nope, cache_k_rope, k_scale=None) -> Self:
+        """As `set_kv_buffer`, the row in its two parts: `[N, 1, kv_lora_rank]` and `[N, 1, qk_rope_head_dim]`."""
+        rows = {
+            "cache_k_nope": (cache_k_nope, self.kv_lora_rank),
+            "cache_k_rope": (cache_k_rope, self.qk_rope_head_dim),
+        }
+        return self._store(f"set_mla_kv_buffer ({self.label})", _scatter, layer_id, loc, rows, {"k_scale": k_scale})
+
+    def get_kv(self, layer_id, loc, k_scale=None, dst_dtype=None) -> tuple[jax.Array, jax.Array]:
+        """Rows of N slots, any rank's, and their first `kv_lora_rank` columns (the value); zeros for ids out of range.
+
+        Args:
+          layer_id, loc: as in `set_kv_buffer`; ids may repeat.
+          k_scale: FP8 pools only: multiply by it in float32.
+          dst_dtype: dtype of the result; the pool's, or bfloat16 with a scale, when None.
+
+        Returns:
+          `[N, 1, kv_lora_rank + qk_rope_head_dim]`, `[N, 1, kv_lora_rank]`.
+
+        Raises:
+          As `set_kv_buffer`.
+        """
+        door = f"get_kv ({self.label})"
+        scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
+        (words,) = self._fetch(door, layer_id, loc)
+        row = codecs.from_words(words, self.dtype, scale, dst_dtype)
+        return row, row[..., : self.kv_lora_rank]
+
+    def get_mla_kv_buffer(self, layer_id, loc, dst_dtype=None, k_scale=None) -> tuple[jax.Array, jax.Array]:
+        """As `get_kv`, the row in its two parts: `[N, 1, kv_lora_rank]` and `[N, 1, qk_rope_head_dim]`."""
+        door = f"get_mla_kv_buffer ({self.label})"
+        scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
+        ((nope, rope),) = self._fetch(door, layer_id, loc, split=self.kv_lora_rank)
+        return (
+            codecs.from_words(nope, self.dtype, scale, dst_dtype),
+            codecs.from_words(rope, self.dtype, scale, dst_dtype),
+        )
+
+    def _decode(self, words) -> tuple[jax.Array, jax.Array]:
+        row = codecs.from_words(words[0], self.dtype)
+        return row, row[..., : self.kv_lora_rank]

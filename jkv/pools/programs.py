@@ -1,0 +1,127 @@
+"""The compiled programs behind the doors.
+
+Each is one jitted function of raw arrays: called eagerly it is one dispatch, traced it is inlined into the caller's
+program, and an unrolled model traces it once for all its layers. What is static comes in as the pool's layout.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import gather_rows, index, move_rows
+
+SKIP_SLOT = 0  # never written by any door; -1, the other padding id, is out of range already
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def store(layout, op, buffers, layer, loc, rows, scales):
+    """Writes rows of one layer. `op(buffers, loc, rows, scales, **options)` returns a rank's new buffers."""
+
+    def local(rank, buffers, layer, loc, rows, scales):
+        options = layout.slot_options(rank) | {"dtype": layout.dtype, "layer": layer, "skip_slot": SKIP_SLOT}
+        return op(buffers, loc, rows, scales, **options)
+
+    rows_specs = layout.row_specs if len(layout.row_specs) == len(rows) else P()
+    in_specs = (layout.specs, P(), P(), rows_specs, P())
+    return layout.ranks.map(local, in_specs, layout.specs)(buffers, layer, loc, rows, scales)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def fetch(layout, split, buffers, layer, loc):
+    """Words of one layer's rows by slot id, any rank's: one array a buffer, or a pair where `split` is a width."""
+
+    def local(rank, buffers, layer, loc):
+        options = layout.slot_options(rank) | {"layer": layer, "split": split}
+        rows = tuple(gather_rows(buffer, loc, **options) for buffer in buffers)
+        return index.sum_rows(rows, layout.ranks.dcp_axis) if layout.slots.dcp_size > 1 else rows
+
+    return layout.ranks.map(local, (layout.specs, P(), P()), layout.row_specs)(buffers, layer, loc)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def view(layout, paged, buffers, layer):
+    """Words of one layer's whole buffers, `[rows, ...]` or `[pages, page_size, ...]`; zeros for an unknown layer."""
+
+    def local(rank, buffers, layer):
+        del rank
+        if layer is not None:
+            inside = (layer >= 0) & (layer < layout.layer_num)
+            at = jnp.where(inside, layer, 0)
+            buffers = tuple(lax.dynamic_index_in_dim(b, at, keepdims=False) for b in buffers)
+            buffers = tuple(jnp.where(inside, b, 0) for b in buffers)
+        if paged:
+            buffers = tuple(b.reshape(-1, layout.slots.page_size, *b.shape[1:]) for b in buffers)
+        return buffers
+
+    specs = tuple(map(layout.layer_spec, layout.buffers))
+    if paged:
+        specs = tuple(P(s[0], None, *s[1:]) for s in specs)
+    return layout.ranks.map(local, (layout.specs, P()), specs)(buffers, layer)
+
+
+def _flat(pool):
+    """A pool's arrays and specs as flat tuples, and how to put arrays back."""
+    arrays, tree = jax.tree.flatten(pool)
+    specs = jax.tree.leaves(pool.partition_specs(), is_leaf=lambda x: isinstance(x, P))
+    return tuple(arrays), tuple(specs), lambda new: jax.tree.unflatten(tree, new)
+
+
+@jax.jit
+def move(pool, tgt_loc, src_loc):
+    """All layers' rows from `src_loc` to `tgt_loc`."""
+    layout = pool.layout
+    arrays, specs, rebuild = _flat(pool)
+
+    def local(rank, arrays, tgt_loc, src_loc):
+        options = layout.slot_options(rank) | {"stacked": layout.stacked, "axis_name": layout.ranks.dcp_axis}
+        return move_rows(arrays, tgt_loc, src_loc, skip_slot=SKIP_SLOT, **options)
+
+    return rebuild(layout.ranks.map(local, (specs, P(), P()), specs)(arrays, tgt_loc, src_loc))
+
+
+@jax.jit
+def fetch_all(pool, loc):
+    """Words of every buffer and layer by slot id, `[layers, N, heads, width]`, whole on every device."""
+    layout = pool.layout
+    specs = (layout.specs if layout.stacked else tuple((s,) * layout.layer_num for s in layout.specs), P())
+
+    def local(rank, buffers, loc):
+        row = index.local_row(loc, layout.slots.rows, **layout.slot_options(rank))
+        every = slice(None)
+        if layout.stacked:
+            rows = tuple(index.take_rows(buffer, row, layer=every) for buffer in buffers)
+        else:
+            rows = tuple(jnp.stack([index.take_rows(b, row) for b in layers]) for layers in buffers)
+        if layout.slots.dcp_size > 1:
+            rows = index.sum_rows(rows, layout.ranks.dcp_axis)
+        if layout.ranks.tp_size > 1:
+            tp = layout.ranks.tp_axis
+            rows = tuple(
+                lax.all_gather(r, tp, axis=2, tiled=True) if b.split_heads else r
+                for r, b in zip(rows, layout.buffers, strict=True)
+            )
+        return rows
+
+    return layout.ranks.map(local, specs, P())(tuple(pool.arrays), loc)
+
+
+@jax.jit
+def store_all(pool, loc, words):
+    """Writes words `[layers, N, heads, width]` of every buffer to the slots."""
+    layout = pool.layout
+    specs = layout.specs if layout.stacked else tuple((s,) * layout.layer_num for s in layout.specs)
+    word_specs = tuple(P(None, *spec) for spec in layout.row_specs)
+
+    def local(rank, buffers, loc, words):
+        row = index.local_row(loc, layout.slots.rows, skip_slot=SKIP_SLOT, **layout.slot_options(rank))
+        if layout.stacked:
+            return tuple(index.set_rows(b, row, w, layer=slice(None)) for b, w in zip(buffers, words, strict=True))
+        return tuple(
+            tuple(index.set_rows(b, row, w) for b, w in zip(layers, each, strict=True))
+            for layers, each in zip(buffers, words, strict=True)
+        )
+
+    return layout.ranks.map(local, (specs, P(), word_specs), specs)(tuple(pool.arrays), loc, words)

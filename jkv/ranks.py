@@ -1,0 +1,123 @@
+"""Where a pool lives: the ranks of a mesh, and how a function runs on each of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The mesh axes that a pool is split over.
+
+    The mesh is kept without its devices: programs follow their arguments' devices, and a pool exported here equals one
+    that lives there.
+    """
+
+    mesh: AbstractMesh | None = None
+    dcp_axis: tuple[str, ...] = ()
+    tp_axis: str | None = None
+
+    @classmethod
+    def create(cls, mesh, dcp_axis, tp_axis, where: str) -> "Ranks":
+        """Of a Mesh or AbstractMesh (or None), a DCP axis name (or names) and a TP axis name.
+
+        Raises:
+          ValueError: an axis without a mesh, or one that the mesh lacks or that is named twice.
+        """
+        dcp = (dcp_axis,) if isinstance(dcp_axis, str) else tuple(dcp_axis or ())
+        axes = dcp if tp_axis is None else (*dcp, tp_axis)
+        if mesh is None:
+            if axes:
+                raise ValueError(f"{where}: dcp_axis {dcp_axis!r} and tp_axis {tp_axis!r} need a mesh")
+            return cls()
+        for name in axes:
+            if name not in mesh.axis_names or axes.count(name) > 1:
+                raise ValueError(f"{where}: axes {axes} must be distinct axes of the mesh, which has {mesh.axis_names}")
+        return cls(AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types), dcp, tp_axis)
+
+    @property
+    def dcp_size(self) -> int:
+        """Ranks that share the tokens of a sequence."""
+        size = 1
+        for name in self.dcp_axis:
+            size *= self.mesh.shape[name]
+        return size
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share the heads."""
+        return 1 if self.tp_axis is None else self.mesh.shape[self.tp_axis]
+
+    @property
+    def dcp(self) -> tuple[str, ...] | None:
+        """The DCP axes as an entry of a PartitionSpec."""
+        return self.dcp_axis or None
+
+    def _manual_axes(self) -> set[str]:
+        return set(jax.sharding.get_abstract_mesh().manual_axes)
+
+    def split_here(self) -> tuple[int, int]:
+        """Into how many parts rows and heads are split already where the caller stands: (1, 1) outside a shard_map."""
+        rows = heads = 1
+        for name in self._manual_axes():
+            if name in self.dcp_axis:
+                rows *= self.mesh.shape[name]
+            elif name == self.tp_axis:
+                heads = self.mesh.shape[name]
+        return rows, heads
+
+    def reshard(self, arrays, specs):
+        """On an Explicit mesh, `arrays` laid out by `specs` (a prefix tree); elsewhere as they are."""
+        if self.mesh is None or AxisType.Explicit not in self.mesh.axis_types or self._manual_axes():
+            return arrays
+        mesh = self._context()
+
+        def move(spec, tree):
+            return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, spec)), tree)
+
+        return jax.tree.map(move, specs, arrays, is_leaf=_is_spec)
+
+    def _context(self):
+        """The mesh to open a shard_map with: the one in force where there is one, since JAX asks for that very one."""
+        context = jax.sharding.get_abstract_mesh()
+        return self.mesh if context.empty else context
+
+    def map(self, fn: Callable, in_specs, out_specs) -> Callable:
+        """`fn(rank, *args)` on every rank's part of the arguments, `rank` being the DCP rank.
+
+        Opens a shard_map over whatever axes of the mesh the caller has not opened already.
+        """
+        if self.mesh is None:
+            return lambda *args: fn(0, *args)
+
+        def local(*args):
+            return fn(jax.lax.axis_index(self.dcp_axis) if self.dcp_axis else 0, *args)
+
+        manual = self._manual_axes()
+        mine = {*self.dcp_axis, *filter(None, [self.tp_axis])}
+        if manual and mine <= manual:
+            return local
+        mesh = self._context()
+        opened = set(mesh.axis_names) - manual if not manual else mine - manual
+
+        def keep(spec):
+            """A spec without the axes that are open already."""
+            parts = []
+            for part in spec:
+                names = tuple(n for n in ((part,) if isinstance(part, str) else part or ()) if n in opened)
+                parts.append(names or None)
+            return P(*parts)
+
+        in_specs, out_specs = jax.tree.map(keep, (in_specs, out_specs), is_leaf=_is_spec)
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=opened, check_vma=False
+        )
+        return lambda *args: mapped(*self.reshard(args, in_specs))

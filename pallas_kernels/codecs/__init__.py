@@ -1,0 +1,87 @@
+"""Rows to the unsigned words that buffers hold, and back: once, for the kernels and for XLA."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.codecs import fp8
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def word_dtype(dtype) -> jnp.dtype:
+    """The unsigned word of the same width: uint32, uint16 or uint8."""
+    return jnp.dtype(_WORDS[jnp.dtype(dtype).itemsize])
+
+
+def is_fp8(dtype) -> bool:
+    """Whether `dtype` is one of the two 8-bit floats, the only ones that take a scale."""
+    return jnp.dtype(dtype).name in fp8.FORMATS
+
+
+def exact_div(x, divisor):
+    """`x / divisor` in IEEE float32.
+
+    XLA on CPU turns a division by a broadcast scalar, traced or not, into a multiplication by its reciprocal, which is
+    off by one ulp for half of all values. A divisor of full shape behind a barrier is divided as written.
+    """
+    x = x.astype(jnp.float32)
+    full = jnp.broadcast_to(jnp.asarray(divisor, jnp.float32).reshape(()), x.shape)
+    return lax.div(x, lax.optimization_barrier(full))
+
+
+def to_words(rows, dtype, scale=None):
+    """Casts float rows to `dtype` and returns its bits as unsigned words of the same shape.
+
+    Rounds to nearest even straight from the source dtype. For the 8-bit formats: divides by `scale` in float32 where
+    one is given, clamps to the finite range, keeps NaN.
+    """
+    dtype = jnp.dtype(dtype)
+    if is_fp8(dtype):
+        if scale is not None:
+            rows = exact_div(rows, scale)
+        if rows.dtype != dtype:
+            return fp8.encode(rows, dtype)
+    return lax.bitcast_convert_type(rows.astype(dtype), word_dtype(dtype))
+
+
+def from_words(words, dtype, scale=None, dst_dtype=None):
+    """The rows that `words` hold, as `dst_dtype` (default: `dtype`; with a scale bfloat16, multiplied in float32)."""
+    rows = lax.bitcast_convert_type(words, jnp.dtype(dtype))
+    if scale is not None:
+        rows = rows.astype(jnp.float32) * jnp.asarray(scale, jnp.float32).reshape(())
+        dst_dtype = jnp.bfloat16 if dst_dtype is None else dst_dtype
+    return rows if dst_dtype is None else rows.astype(dst_dtype)
+
+
+def as_rows(rows, shapes: list[tuple[int, ...]], where: str, name: str) -> jax.Array:
+    """Validates float rows of one of `shapes` and returns them in the first.
+
+    Raises:
+      ValueError: another shape, or a dtype that is none of `FLOAT_DTYPES`.
+    """
+    rows = jnp.asarray(rows)
+    if rows.shape not in shapes:
+        raise ValueError(f"{where}: {name} must have shape {' or '.join(map(str, shapes))}, got {rows.shape}")
+    if rows.dtype.name not in FLOAT_DTYPES:
+        raise ValueError(f"{where}: {name} must be one of {', '.join(FLOAT_DTYPES)}, got {rows.dtype}")
+    return rows.reshape(shapes[0])
+
+
+def as_scale(scale, dtype, where: str, name: str) -> jax.Array | None:
+    """Validates a scale: None, a positive number, or an array of shape () or (1,); float32 `()` comes back.
+
+    Raises:
+      ValueError: a scale for a dtype that takes none, a wrong shape, or a number that is not positive and finite.
+    """
+    if scale is None:
+        return None
+    if not is_fp8(dtype):
+        raise ValueError(f"{where}: {name} is for FP8 rows only, and these are {jnp.dtype(dtype).name}")
+    array = jnp.asarray(scale, jnp.float32)
+    if array.shape not in ((), (1,)):
+        raise ValueError(f"{where}: {name} must be a number or have shape () or (1,), got shape {array.shape}")
+    if isinstance(scale, int | float) and not 0 < scale < float("inf"):
+        raise ValueError(f"{where}: {name} must be positive and finite, got {scale}")
+    return array.reshape(())
