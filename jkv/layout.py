@@ -99,7 +99,7 @@ class Layout:
         return {"dcp_size": self.slots.dcp_size, "dcp_rank": rank, "interleave": self.slots.interleave}
 
     def allocate(self, buffer: Buffer, mesh):
-        """Zeros for `buffer`: one array, or a tuple of one a layer; sharded from the start, never on one device first."""
+        """Zeros for `buffer`: one array, or a tuple of one a layer; sharded at once, never on one device first."""
 
         def zeros(where: str):
             shape = self.shape(buffer)
@@ -147,6 +147,8 @@ def _zeros(shape, dtype, mesh, spec):
         return jnp.zeros(shape, dtype)
     sharding = NamedSharding(mesh, spec)
     if not isinstance(jnp.zeros(()), jax.core.Tracer):  # eagerly: under a trace `device` is dropped
+        if isinstance(mesh, AbstractMesh):
+            raise ValueError("create: an AbstractMesh has no devices to allocate on; call it under jax.eval_shape")
         return jnp.zeros(shape, dtype, device=sharding)
     if AxisType.Explicit in mesh.axis_types:
         return jnp.zeros(shape, dtype, out_sharding=sharding)

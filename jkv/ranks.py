@@ -74,21 +74,27 @@ class Ranks:
                 heads = self.mesh.shape[name]
         return rows, heads
 
-    def reshard(self, arrays, specs):
-        """On an Explicit mesh, `arrays` laid out by `specs` (a prefix tree); elsewhere as they are."""
+    def reshard(self, arrays, specs, like=()):
+        """On an Explicit mesh, `arrays` laid out by `specs` (a prefix tree), on `like`'s mesh; else as they are."""
         if self.mesh is None or AxisType.Explicit not in self.mesh.axis_types or self._manual_axes():
             return arrays
-        mesh = self._context()
+        mesh = self._mesh_of((arrays, like))
 
         def move(spec, tree):
             return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, spec)), tree)
 
         return jax.tree.map(move, specs, arrays, is_leaf=_is_spec)
 
-    def _context(self):
-        """The mesh to open a shard_map with: the one in force where there is one, since JAX asks for that very one."""
+    def _mesh_of(self, arrays):
+        """The mesh to trace with: the one in force, that of explicitly sharded `arrays`, or our own.
+
+        They are alike but for the devices' kind; JAX wants the very one.
+        """
         context = jax.sharding.get_abstract_mesh()
-        return self.mesh if context.empty else context
+        if not context.empty:
+            return context
+        meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+        return next((mesh for mesh in meshes if not mesh.empty), self.mesh)
 
     def map(self, fn: Callable, in_specs, out_specs) -> Callable:
         """`fn(rank, *args)` on every rank's part of the arguments, `rank` being the DCP rank.
@@ -105,8 +111,7 @@ class Ranks:
         mine = {*self.dcp_axis, *filter(None, [self.tp_axis])}
         if manual and mine <= manual:
             return local
-        mesh = self._context()
-        opened = set(mesh.axis_names) - manual if not manual else mine - manual
+        opened = mine - manual if manual else set(self.mesh.axis_names)
 
         def keep(spec):
             """A spec without the axes that are open already."""
@@ -117,7 +122,9 @@ class Ranks:
             return P(*parts)
 
         in_specs, out_specs = jax.tree.map(keep, (in_specs, out_specs), is_leaf=_is_spec)
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=opened, check_vma=False
-        )
-        return lambda *args: mapped(*self.reshard(args, in_specs))
+
+        def mapped(*args):
+            options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": opened, "check_vma": False}
+            return jax.shard_map(local, mesh=self._mesh_of(args), **options)(*self.reshard(args, in_specs))
+
+        return mapped

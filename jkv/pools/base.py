@@ -204,7 +204,7 @@ class Pool:
         """Validated slot ids, replicated on an Explicit mesh and, with checks on, probed under `label`."""
         loc = index.as_slot_ids(loc, door, name)
         if isinstance(loc, jax.core.Tracer):
-            loc = self.layout.ranks.reshard(loc, P())
+            loc = self.layout.ranks.reshard(loc, P(), like=self.arrays)
         checks.probe_ids(
             loc,
             label or door,

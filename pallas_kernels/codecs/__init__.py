@@ -41,8 +41,7 @@ def to_words(rows, dtype, scale=None):
     if is_fp8(dtype):
         if scale is not None:
             rows = exact_div(rows, scale)
-        if rows.dtype != dtype:
-            return fp8.encode(rows, dtype)
+        return fp8.encode(rows, dtype)
     return lax.bitcast_convert_type(rows.astype(dtype), word_dtype(dtype))
 
 

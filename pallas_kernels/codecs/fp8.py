@@ -11,6 +11,8 @@ from jax import lax
 
 
 class Format(NamedTuple):
+    """What tells the two formats apart."""
+
     mantissa: int  # explicit mantissa bits
     bias: int  # exponent bias
     largest: float  # largest finite value

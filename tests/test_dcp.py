@@ -1,0 +1,154 @@
+"""Attention over local rows and the merge of its parts, against plain softmax in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from small_pools import mesh
+
+import jkv
+
+
+def softmax_attention(q, k, v, mask, scale=None):
+    """float64, one query at a time."""
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
+    lse = np.full(q.shape[:-1], -np.inf)
+    for i in np.ndindex(*q.shape[:-1]):
+        seen = mask[i[:-1]]
+        if not seen.any():
+            continue
+        head = i[-1] // (heads // kv_heads)
+        scores = k[seen, head].astype(np.float64) @ q[i].astype(np.float64) * (scale or q.shape[-1] ** -0.5)
+        lse[i] = scores.max() + np.log(np.exp(scores - scores.max()).sum())
+        out[i] = np.exp(scores - lse[i]) @ v[seen, head].astype(np.float64)
+    return out, lse
+
+
+def example(t=3, s=10, heads=4, kv_heads=2, dim=8, v_dim=6):
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal(x).astype(np.float32) for x in ((t, heads, dim), (s, kv_heads, dim), (s, kv_heads, v_dim))
+    )
+    return q, k, v, np.arange(s)[None, :] <= np.array([0, 4, 9])[:t, None]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_attend_rows_is_softmax_attention(scale):
+    q, k, v, mask = example()
+    out, lse = jax.jit(lambda *a: jkv.attend_rows(*a, scale=scale))(q, k, v, mask)
+    expected, expected_lse = softmax_attention(q, k, v, mask, scale)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+
+
+def test_a_batch_is_its_requests_one_by_one():
+    q, k, v, mask = example()
+    one = jkv.attend_rows(q, k, v, mask)
+    batch = jkv.attend_rows(q, np.stack([k] * 3), np.stack([v] * 3), mask)
+    prefill = jkv.attend_rows(q[None], k[None, None], v[None, None], mask[None])
+    for a, b, c in zip(one, batch, prefill, strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-6)
+        np.testing.assert_allclose(c[0], a, atol=1e-6)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_what_lies_in_a_masked_row_reaches_nobody(poison):
+    q, k, v, mask = example()
+    clean = jkv.attend_rows(q, k, v, mask)
+    k[5:], v[5:] = poison, poison
+    out, lse = jkv.attend_rows(q, k, v, mask)
+    np.testing.assert_array_equal(out[:2], clean[0][:2])
+    np.testing.assert_array_equal(lse[:2], clean[1][:2])
+    assert np.isnan(np.asarray(out[2])).all(), "the query that does see the rows must show it"
+
+
+def test_a_query_that_sees_no_row_gives_zero_and_minus_infinity():
+    q, k, v, mask = example()
+    out, lse = jkv.attend_rows(q, k, v, np.zeros_like(mask))
+    assert not np.asarray(out).any()
+    assert np.isneginf(np.asarray(lse)).all()
+    out, lse = jkv.attend_rows(q, k[:0], v[:0], mask[:, :0])
+    assert not np.asarray(out).any()
+
+
+def test_attend_rows_refuses_what_does_not_fit():
+    q, k, v, mask = example()
+    with pytest.raises(ValueError, match=r"attend_rows: q .* do not fit together"):
+        jkv.attend_rows(q[:, :3], k, v, mask)
+    with pytest.raises(ValueError, match=r"attend_rows: q .* do not fit together"):
+        jkv.attend_rows(q, k, v[1:], mask)
+    with pytest.raises(ValueError, match=r"attend_rows: mask must be bool \[..., 10\], got int32"):
+        jkv.attend_rows(q, k, v, mask.astype(np.int32))
+
+
+def merged(parts, lses, dcp=4):
+    """merge_states over a mesh, of parts stacked along a new first axis."""
+    run = jax.shard_map(
+        lambda o, s: jkv.merge_states(o[0], s[0], "dcp"), mesh=mesh(dcp), in_specs=(P("dcp"), P("dcp")), out_specs=P()
+    )
+    return jax.jit(run)(jnp.stack(parts), jnp.stack(lses))
+
+
+def test_merged_parts_are_the_whole():
+    q, k, v, mask = example()
+    whole = softmax_attention(q, k, v, mask)
+    parts = [jkv.attend_rows(q, k[r::4], v[r::4], mask[:, r::4]) for r in range(4)]
+    out, lse = merged(*zip(*parts, strict=True))
+    np.testing.assert_allclose(out, whole[0], atol=1e-6)
+    np.testing.assert_allclose(lse, whole[1], rtol=1e-5, atol=1e-6)
+
+
+def test_an_empty_rank_contributes_exactly_nothing():
+    rng = np.random.default_rng(1)
+    out, lse = rng.standard_normal((2, 3, 5)).astype(np.float32), rng.standard_normal((2, 3)).astype(np.float32)
+    nothing = np.full((3,), -np.inf, np.float32)
+    two = merged([out[0], out[1]], [lse[0], lse[1]], dcp=2)
+    for rubbish in (0.0, np.nan):
+        empty = np.full((3, 5), rubbish, np.float32)
+        four = merged([out[0], empty, out[1], empty], [lse[0], nothing, lse[1], nothing])
+        np.testing.assert_array_equal(four[0], two[0])
+        np.testing.assert_array_equal(four[1], two[1])
+
+
+def test_all_ranks_empty_gives_zero_never_nan():
+    out, lse = merged([jnp.zeros((3, 5))] * 4, [jnp.full((3,), -jnp.inf)] * 4)
+    assert not np.asarray(out).any()
+    assert np.isneginf(np.asarray(lse)).all()
+
+
+def test_the_merge_is_float32_inside_and_keeps_the_dtype():
+    out = jnp.full((1, 4), 3.0, jnp.bfloat16)
+    merged_out, lse = merged([out] * 4, [jnp.full((1,), 80.0, jnp.bfloat16)] * 4)
+    assert merged_out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(merged_out, np.float32), 3.0)
+    np.testing.assert_allclose(lse, 80 + np.log(4), rtol=1e-6)
+
+
+def test_merge_states_refuses_another_shape():
+    with pytest.raises(ValueError, match=r"merge_states: lse must have shape \(3,\) for out \(3, 5\), got \(5,\)"):
+        jkv.merge_states(jnp.zeros((3, 5)), jnp.zeros(5), "dcp")
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(("dcp", "interleave"), [(1, 1), (4, 1), (2, 2), (3, 4)])
+def test_local_rows_and_pages_are_those_of_the_owner(array, dcp, interleave):
+    space = jkv.SlotSpace(16, 4, dcp, interleave)
+    page = space.alloc_page_size
+    lens = np.array([2 * page - 1, 1, 0, page])
+    pages = np.array([[3, 1], [2, 4], [0, 0], [4, 0]])
+    table = (pages[:, :, None] * page + np.arange(page)).reshape(4, -1)
+    for rank in range(dcp):
+        rows, count = jkv.local_rows(space, array(table), array(lens), rank)
+        numbers, count_too = jkv.local_page_table(space, array(table), array(lens), rank)
+        np.testing.assert_array_equal(count, count_too)
+        for b in range(4):
+            ids = table[b, : lens[b]]
+            mine = [space.row(i) for i in ids if space.owner(i) == rank]
+            assert count[b] == len(mine)
+            assert list(np.asarray(rows[b])) == mine + [-1] * (rows.shape[1] - len(mine))
+            by_page = [int(numbers[b, i // 4]) * 4 + i % 4 for i in range(len(mine))]
+            assert by_page == mine
+        assert rows.shape[1] == space.local_lens(table.shape[1], 0)
+    np.testing.assert_array_equal(np.asarray(numbers)[[1, 2, 3]], [[2, 0], [0, 0], [4, 0]])
