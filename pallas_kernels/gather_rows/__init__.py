@@ -13,6 +13,7 @@ def gather_rows(
     dcp_rank=0,
     interleave: int = 1,
     implementation: str | None = None,
+    config: dispatch.KernelConfig | None = None,
 ):
     """Rows of this rank's `buffer` by slot id; zeros where another rank owns the id or it is out of range.
 
@@ -23,7 +24,7 @@ def gather_rows(
       layer: None, or an index that may be traced; out of range reads zeros.
       loc: `[N]` signed integers, slot ids.
       split: None, or a width of the last axis (an MLA row's nope) to split the result at.
-      dcp_size, dcp_rank, interleave, implementation: as in `scatter_rows`.
+      dcp_size, dcp_rank, interleave, implementation, config: as in `scatter_rows`.
 
     Returns:
       `[N, ...]`, or with `split` the pair `[N, ..., split]`, `[N, ..., rest]`.
@@ -35,4 +36,4 @@ def gather_rows(
     if split is not None and not 0 < split <= buffer.shape[-1]:
         raise ValueError(f"gather_rows: split must lie within the row of {buffer.shape[-1]}, got {split}")
     slots = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave}
-    return dispatch.run("gather_rows", implementation, buffer, loc, layer=layer, split=split, **slots)
+    return dispatch.run("gather_rows", implementation, buffer, loc, layer=layer, split=split, **slots, config=config)

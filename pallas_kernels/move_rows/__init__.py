@@ -17,6 +17,7 @@ def move_rows(
     interleave: int = 1,
     skip_slot: int | None = None,
     implementation: str | None = None,
+    config: dispatch.KernelConfig | None = None,
 ) -> tuple[jax.Array, ...]:
     """Copies the row of slot `src_loc[i]` to slot `tgt_loc[i]` in every buffer, across ranks where their owners differ.
 
@@ -27,7 +28,7 @@ def move_rows(
       buffers: a sequence of arrays of unsigned words, `[rows, ...]` or, with `stacked`, `[layers, rows, ...]`.
       tgt_loc, src_loc: `[N]` signed integers, slot ids; no two targets alike apart from dropped ones.
       axis_name: the mesh axis (or axes) of the DCP group; required in a shard_map when `dcp_size` > 1.
-      dcp_size, dcp_rank, interleave, skip_slot, implementation: as in `scatter_rows`.
+      dcp_size, dcp_rank, interleave, skip_slot, implementation, config: as in `scatter_rows`.
 
     Returns:
       The new buffers, as a tuple. Temporary memory is the moved rows.
@@ -43,4 +44,4 @@ def move_rows(
         raise ValueError(f"move_rows: axis_name must name the mesh axis of the {dcp_size} ranks")
     options = {"stacked": stacked, "axis_name": axis_name, "dcp_size": dcp_size, "dcp_rank": dcp_rank}
     options |= {"interleave": interleave, "skip_slot": skip_slot}
-    return dispatch.run("move_rows", implementation, tuple(buffers), tgt_loc, src_loc, **options)
+    return dispatch.run("move_rows", implementation, tuple(buffers), tgt_loc, src_loc, **options, config=config)

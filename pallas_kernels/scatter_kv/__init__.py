@@ -21,6 +21,7 @@ def scatter_kv(
     interleave: int = 1,
     skip_slot: int | None = None,
     implementation: str | None = None,
+    config: dispatch.KernelConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Casts K and V to `dtype` and writes row i to slot `loc[i]` of this rank's buffers.
 
@@ -34,7 +35,7 @@ def scatter_kv(
       dtype: the format of the rows: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
       layer: index into stacked buffers, may be traced; None for buffers of one layer.
       k_scale, v_scale: divide in float32 before an FP8 cast; a number or an array of shape () or (1,).
-      dcp_size, dcp_rank, interleave, skip_slot, implementation: as in `scatter_rows`.
+      dcp_size, dcp_rank, interleave, skip_slot, implementation, config: as in `scatter_rows`.
 
     Returns:
       The new buffers.
@@ -51,4 +52,4 @@ def scatter_kv(
     v_scale = codecs.as_scale(v_scale, dtype, "scatter_kv", "v_scale")
     slots = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave, "skip_slot": skip_slot}
     options = {"dtype": dtype, "layer": layer, "k_scale": k_scale, "v_scale": v_scale}
-    return dispatch.run("scatter_kv", implementation, k_buffer, v_buffer, loc, k, v, **options, **slots)
+    return dispatch.run("scatter_kv", implementation, k_buffer, v_buffer, loc, k, v, **options, **slots, config=config)

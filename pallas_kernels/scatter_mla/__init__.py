@@ -19,6 +19,7 @@ def scatter_mla(
     interleave: int = 1,
     skip_slot: int | None = None,
     implementation: str | None = None,
+    config: dispatch.KernelConfig | None = None,
 ) -> jax.Array:
     """Casts to `dtype` and writes `[nope | rope]` of token i to slot `loc[i]` of this rank's buffer.
 
@@ -27,7 +28,7 @@ def scatter_mla(
       loc: `[N]` signed integers, slot ids in `[0, rows * dcp_size)`; no two alike apart from dropped ones.
       nope: `[N, 1, r]` floats. rope: `[N, 1, p]` floats, or None when `nope` is the whole row (p = 0).
       dtype, layer, scale: as `dtype`, `layer` and `k_scale` in `scatter_kv`; one scale serves the whole row.
-      dcp_size, dcp_rank, interleave, skip_slot, implementation: as in `scatter_rows`.
+      dcp_size, dcp_rank, interleave, skip_slot, implementation, config: as in `scatter_rows`.
 
     Returns:
       The new buffer.
@@ -45,4 +46,4 @@ def scatter_mla(
     scale = codecs.as_scale(scale, dtype, "scatter_mla", "scale")
     slots = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave, "skip_slot": skip_slot}
     options = {"dtype": dtype, "layer": layer, "scale": scale}
-    return dispatch.run("scatter_mla", implementation, kv_buffer, loc, nope, rope, **options, **slots)
+    return dispatch.run("scatter_mla", implementation, kv_buffer, loc, nope, rope, **options, **slots, config=config)

@@ -15,6 +15,7 @@ def scatter_rows(
     interleave: int = 1,
     skip_slot: int | None = None,
     implementation: str | None = None,
+    config: dispatch.KernelConfig | None = None,
 ) -> jax.Array:
     """Writes `rows[i]` to slot `loc[i]` of this rank's `cache`; ids out of range or of another rank are dropped.
 
@@ -27,7 +28,8 @@ def scatter_rows(
       rows: `[N, ...]`; cast to the cache's dtype by `astype`.
       dcp_size: ranks that share the slots. `dcp_rank`: this one (may be traced). `interleave`: ids in a row on a rank.
       skip_slot: an id that is never written (a padding slot), or None.
-      implementation: a name in the dispatch table, or None for the preferred one.
+      implementation: a name in the dispatch table, or None for the choice by platform (`dispatch.run`).
+      config: how a GPU kernel, where one runs, splits its work; its heuristic when None.
 
     Returns:
       The new cache, same shape and dtype.
@@ -40,4 +42,4 @@ def scatter_rows(
     if rows.shape != expected:
         raise ValueError(f"scatter_rows: rows must have shape {expected}, got {rows.shape}")
     slots = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave, "skip_slot": skip_slot}
-    return dispatch.run("scatter_rows", implementation, cache, loc, rows, **slots)
+    return dispatch.run("scatter_rows", implementation, cache, loc, rows, **slots, config=config)
