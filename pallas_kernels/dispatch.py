@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -53,12 +54,19 @@ _BACKENDS = {
     "mosaic": _Backend("jax.experimental.pallas.mosaic_gpu", (0, 11), 90),
 }
 
-# What a mesh says of its chips is the device kind. More specific names come first.
+# A word of the device kind, which is what a mesh says of its chips, and the compute capability times ten.
 _COMPUTE_CAPABILITIES = {
-    "A100": 80, "A30": 80, "A10": 86, "A40": 86, "L40": 89, "L4": 89, "RTX 4090": 89, "GH200": 90, "H100": 90, "H200": 90,
-    "GB200": 100, "B200": 100, "GB300": 103, "B300": 103, "Thor": 110, "RTX PRO": 120, "GB10": 121,
-    "T4": 75, "V100": 70,
-}  # fmt: skip
+    **dict.fromkeys(("V100",), 70),
+    **dict.fromkeys(("T4",), 75),
+    **dict.fromkeys(("A100", "A30"), 80),
+    **dict.fromkeys(("A10", "A40", "A6000"), 86),
+    **dict.fromkeys(("L4", "L40", "L40S", "4090"), 89),
+    **dict.fromkeys(("H100", "H200", "GH200"), 90),
+    **dict.fromkeys(("B200", "GB200"), 100),
+    **dict.fromkeys(("B300", "GB300"), 103),
+    **dict.fromkeys(("5090",), 120),
+    **dict.fromkeys(("GB10",), 121),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +105,9 @@ def device_kind() -> str | None:
 
 
 def compute_capability(kind: str | None) -> int | None:
-    """90 for "NVIDIA H200"; None for an unknown chip."""
-    names = (name for name in _COMPUTE_CAPABILITIES if kind is not None and name in kind)
-    return next((_COMPUTE_CAPABILITIES[name] for name in names), None)
+    """Ten times the compute capability: 90 for "NVIDIA H200"; None for a chip that is not known."""
+    words = re.split(r"[\s-]+", kind or "")
+    return next((_COMPUTE_CAPABILITIES[word] for word in words if word in _COMPUTE_CAPABILITIES), None)
 
 
 def refusal(op: str, implementation: str, *args: Any, device_kind: str | None = None, **options: Any) -> str | None:
@@ -169,13 +177,10 @@ def _run(op, name, config, interpret, static, args, arrays):
             raise ValueError(f"{op}: implementation {name!r} cannot run this: {reason}")
         return xla(*args) if name == "xla" else kernel(name, *args)
     for name in _BACKENDS:
-        # Lowering knows the platform, not the chip: a kernel that not every supported chip can run needs to know it.
-        known = name == "triton" or compute_capability(kind) is not None
-        if (
-            known
-            and name in IMPLEMENTATIONS[op]
-            and supports(op, name, *args, device_kind=kind, config=config, **options)
-        ):
+        # Lowering knows the platform, not the chip: only triton is for every chip that is supported at all.
+        if name not in IMPLEMENTATIONS[op] or (name != "triton" and compute_capability(kind) is None):
+            continue
+        if supports(op, name, *args, device_kind=kind, config=config, **options):
             return lax.platform_dependent(*args, cuda=functools.partial(kernel, name), default=xla)
     return xla(*args)
 
@@ -184,12 +189,12 @@ def _module(op: str, name: str) -> ModuleType:
     return importlib.import_module(f"pallas_kernels.{op}.{name}")
 
 
-def for_gpu() -> contextlib.AbstractContextManager:
-    """Where no GPU is in sight, tells JAX to lower a kernel for one; XLA compiles it for whichever chip there will be.
+def for_gpu(kind: str = "NVIDIA A100") -> contextlib.AbstractContextManager:
+    """Where no GPU is in sight, tells JAX to lower a kernel for `kind`; XLA compiles it for whichever chip there will be.
 
-    JAX 0.11 and newer refuse to lower a Pallas kernel without a device kind. A100 is the least that is supported.
+    JAX 0.11 and newer refuse to lower a Pallas kernel without a device kind.
     """
     if device_kind() is not None:
         return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA A100", num_cores=None, platform="gpu")
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh().update(abstract_device=device))
