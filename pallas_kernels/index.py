@@ -98,6 +98,23 @@ def as_slot_ids(loc, where: str, name: str = "loc"):
     return loc.astype(wide)
 
 
+def slot_options(where: str, rows: int, *, dcp_size, dcp_rank, interleave, **skip: int | None) -> dict:
+    """Validates how an op's slot ids map to the `rows` of a rank, and returns it as options of `local_row`.
+
+    Raises:
+      ValueError: sizes that are not positive, a concrete rank outside `[0, dcp_size)`, rows that are no multiple of
+        `interleave`.
+    """
+    for name, value in (("dcp_size", dcp_size), ("interleave", interleave)):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{where}: {name} must be a positive integer, got {value!r}")
+    if not isinstance(dcp_rank, jax.core.Tracer) and not 0 <= dcp_rank < dcp_size:
+        raise ValueError(f"{where}: dcp_rank must be in [0, {dcp_size}), got {dcp_rank}")
+    if rows % interleave:
+        raise ValueError(f"{where}: interleave {interleave} must divide the {rows} rows of a rank")
+    return {"dcp_size": int(dcp_size), "dcp_rank": dcp_rank, "interleave": int(interleave), **skip}
+
+
 def rows_of(buffer, layer) -> int:
     """Rows of one layer of `buffer`: `[rows, ...]`, or `[layers, rows, ...]` when a layer is addressed."""
     return buffer.shape[0 if layer is None else 1]

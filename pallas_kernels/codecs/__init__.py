@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.codecs import fp8
@@ -81,6 +82,7 @@ def as_scale(scale, dtype, where: str, name: str) -> jax.Array | None:
     array = jnp.asarray(scale, jnp.float32)
     if array.shape not in ((), (1,)):
         raise ValueError(f"{where}: {name} must be a number or have shape () or (1,), got shape {array.shape}")
-    if isinstance(scale, int | float) and not 0 < scale < float("inf"):
-        raise ValueError(f"{where}: {name} must be positive and finite, got {scale}")
+    # As float32, which is what divides: 1e-50 is zero there and 1e300 infinite.
+    if not isinstance(scale, jax.Array) and not 0 < float(np.asarray(scale, np.float32).reshape(())) < np.inf:
+        raise ValueError(f"{where}: {name} must be positive and finite in float32, got {scale}")
     return array.reshape(())

@@ -7,19 +7,39 @@ this. Values are clamped to the finite range (448, 57344), infinities too; NaN s
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
 class Format(NamedTuple):
-    """What tells the two formats apart."""
-
     mantissa: int  # explicit mantissa bits
     bias: int  # exponent bias
     largest: float  # largest finite value
-    nan: int  # code of the positive NaN
+    nan: float  # what the code of the positive NaN would be worth were it a number
 
 
-FORMATS = {"float8_e4m3fn": Format(3, 7, 448.0, 0x7F), "float8_e5m2": Format(2, 15, 57344.0, 0x7E)}
+FORMATS = {"float8_e4m3fn": Format(3, 7, 448.0, 480.0), "float8_e5m2": Format(2, 15, 57344.0, 98304.0)}
+
+
+def _bits(x: float) -> np.uint32:
+    return np.float32(x).view(np.uint32)
+
+
+def codes(x, dtype):
+    """uint32 that hold the codes of float32 `x` in `dtype`, same shape; see `encode`."""
+    fmt = FORMATS[jnp.dtype(dtype).name]
+    drop = 23 - fmt.mantissa
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = bits & 0x7FFFFFFF
+    clamped = jnp.minimum(magnitude, _bits(fmt.largest))
+    value = jnp.where(magnitude > _bits(np.inf), _bits(fmt.nan), clamped)
+    exponent = jnp.maximum(value & _bits(np.inf), _bits(2.0 ** (1 - fmt.bias)))
+    # Adding 2**(drop + exponent) leaves the count of steps of the format at that exponent in the low mantissa bits,
+    # rounded to nearest even by the addition itself; for subnormals too, whose exponent is that of the least normal.
+    unit = exponent + np.uint32(drop << 23)
+    total = lax.bitcast_convert_type(value, jnp.float32) + lax.bitcast_convert_type(unit, jnp.float32)
+    steps = lax.bitcast_convert_type(total, jnp.uint32) - unit
+    return (steps + (exponent >> drop) - np.uint32((128 - fmt.bias) << fmt.mantissa)) | ((bits >> 24) & 0x80)
 
 
 def encode(x, dtype):
@@ -28,21 +48,4 @@ def encode(x, dtype):
     Every source is a subset of float32, so that the one rounding is from the float32 bits to the format: to nearest,
     ties to even, subnormals included.
     """
-    fmt = FORMATS[jnp.dtype(dtype).name]
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > 0x7F800000
-    largest = lax.bitcast_convert_type(jnp.float32(fmt.largest), jnp.uint32)
-    clamped = jnp.minimum(magnitude, largest)
-    drop = 23 - fmt.mantissa
-    rounded = (clamped + ((1 << (drop - 1)) - 1) + ((clamped >> drop) & 1)) >> drop
-    normal = rounded - jnp.uint32((127 - fmt.bias) << fmt.mantissa)
-    # Adding 2**(23 + exponent of the smallest subnormal) leaves the count of subnormal steps in the low mantissa bits,
-    # rounded to nearest even by the addition itself.
-    step = jnp.float32(2.0 ** (24 - fmt.bias - fmt.mantissa))
-    steps = lax.bitcast_convert_type(lax.bitcast_convert_type(clamped, jnp.float32) + step, jnp.uint32)
-    subnormal = steps - lax.bitcast_convert_type(step, jnp.uint32)
-    smallest_normal = (128 - fmt.bias) << 23
-    code = jnp.where(clamped < smallest_normal, subnormal, normal)
-    return (jnp.where(is_nan, jnp.uint32(fmt.nan), code) | sign).astype(jnp.uint8)
+    return codes(x.astype(jnp.float32), dtype).astype(jnp.uint8)

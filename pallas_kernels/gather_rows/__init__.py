@@ -30,10 +30,11 @@ def gather_rows(
       `[N, ...]`, or with `split` the pair `[N, ..., split]`, `[N, ..., rest]`.
 
     Raises:
-      TypeError: `loc` is not of signed integers. ValueError: `split` is not within the row.
+      TypeError: `loc` is not of signed integers. ValueError: `split` is not within the row, or a slot option.
     """
     loc = index.as_slot_ids(loc, "gather_rows")
     if split is not None and not 0 < split <= buffer.shape[-1]:
         raise ValueError(f"gather_rows: split must lie within the row of {buffer.shape[-1]}, got {split}")
-    slots = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave}
+    rows = index.rows_of(buffer, layer)
+    slots = index.slot_options("gather_rows", rows, dcp_size=dcp_size, dcp_rank=dcp_rank, interleave=interleave)
     return dispatch.run("gather_rows", implementation, buffer, loc, layer=layer, split=split, **slots, config=config)

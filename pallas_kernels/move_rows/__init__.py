@@ -42,6 +42,9 @@ def move_rows(
         raise ValueError(f"move_rows: {tgt_loc.shape[0]} targets (tgt_loc) but {src_loc.shape[0]} sources (src_loc)")
     if dcp_size > 1 and axis_name is None:
         raise ValueError(f"move_rows: axis_name must name the mesh axis of the {dcp_size} ranks")
-    options = {"stacked": stacked, "axis_name": axis_name, "dcp_size": dcp_size, "dcp_rank": dcp_rank}
-    options |= {"interleave": interleave, "skip_slot": skip_slot}
-    return dispatch.run("move_rows", implementation, tuple(buffers), tgt_loc, src_loc, **options, config=config)
+    rows = buffers[0].shape[1 if stacked else 0]
+    slots = index.slot_options(
+        "move_rows", rows, dcp_size=dcp_size, dcp_rank=dcp_rank, interleave=interleave, skip_slot=skip_slot
+    )
+    options = {"stacked": stacked, "axis_name": axis_name, "config": config}
+    return dispatch.run("move_rows", implementation, tuple(buffers), tgt_loc, src_loc, **options, **slots)

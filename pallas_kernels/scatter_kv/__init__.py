@@ -50,6 +50,13 @@ def scatter_kv(
     index.check_buffers((k_buffer, v_buffer), codecs.word_dtype(dtype), layer, "scatter_kv")
     k_scale = codecs.as_scale(k_scale, dtype, "scatter_kv", "k_scale")
     v_scale = codecs.as_scale(v_scale, dtype, "scatter_kv", "v_scale")
-    slots = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave, "skip_slot": skip_slot}
+    slots = index.slot_options(
+        "scatter_kv",
+        index.rows_of(k_buffer, layer),
+        dcp_size=dcp_size,
+        dcp_rank=dcp_rank,
+        interleave=interleave,
+        skip_slot=skip_slot,
+    )
     options = {"dtype": dtype, "layer": layer, "k_scale": k_scale, "v_scale": v_scale}
     return dispatch.run("scatter_kv", implementation, k_buffer, v_buffer, loc, k, v, **options, **slots, config=config)

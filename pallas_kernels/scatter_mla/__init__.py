@@ -44,6 +44,13 @@ def scatter_mla(
         rope = codecs.as_rows(rope, [(n, 1, rope_width)], "scatter_mla", "rope")
     index.check_buffers((kv_buffer,), codecs.word_dtype(dtype), layer, "scatter_mla")
     scale = codecs.as_scale(scale, dtype, "scatter_mla", "scale")
-    slots = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave, "skip_slot": skip_slot}
+    slots = index.slot_options(
+        "scatter_mla",
+        index.rows_of(kv_buffer, layer),
+        dcp_size=dcp_size,
+        dcp_rank=dcp_rank,
+        interleave=interleave,
+        skip_slot=skip_slot,
+    )
     options = {"dtype": dtype, "layer": layer, "scale": scale}
     return dispatch.run("scatter_mla", implementation, kv_buffer, loc, nope, rope, **options, **slots, config=config)

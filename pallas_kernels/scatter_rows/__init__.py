@@ -41,5 +41,7 @@ def scatter_rows(
     expected = (loc.shape[0], *cache.shape[1:])
     if rows.shape != expected:
         raise ValueError(f"scatter_rows: rows must have shape {expected}, got {rows.shape}")
-    slots = {"dcp_size": dcp_size, "dcp_rank": dcp_rank, "interleave": interleave, "skip_slot": skip_slot}
+    slots = index.slot_options(
+        "scatter_rows", cache.shape[0], dcp_size=dcp_size, dcp_rank=dcp_rank, interleave=interleave, skip_slot=skip_slot
+    )
     return dispatch.run("scatter_rows", implementation, cache, loc, rows, **slots, config=config)
