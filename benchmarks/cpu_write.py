@@ -2,10 +2,14 @@
 
 The contenders write the same bfloat16 rows to the same randomly permuted slots of 32 layers:
 
-  tuple, stacked  a jitted step of this library on a donated pool, in its two layouts; the rows are its arguments
-  torch           an in-place index_copy_ a buffer (pip install torch==2.13.0)
-  numpy           an indexed assignment a buffer: a C loop of row copies
-  memcpy          one contiguous copy of the same bytes: no slots at all
+  tuple    a jitted step of this library on a donated pool of one array a layer; the rows of each layer are arguments
+  stacked  the same as a scan over a pool of one array; the rows of all layers are one argument
+  torch    an in-place index_copy_ a buffer of the same shape (pip install torch==2.13.0)
+  numpy    an indexed assignment a buffer: a C loop of row copies
+  memcpy   one contiguous copy of the same bytes: no slots at all
+
+In a model the rows come out of a fusion that already writes them as the buffer's words. As arguments they cost the two
+jitted steps one more pass over them, which is part of their times here.
 
 Ratios: torch/best is how many times faster than torch the better of the two layouts is; best/memcpy and best/numpy are
 how many times longer than those it takes.
@@ -32,8 +36,9 @@ from benchmarks import report
 LAYERS = 32
 SIZE, PAGE = 8192, 64
 ROW_COUNTS = (1, 16, 256, 4096)
-# Elements of a row in each buffer of a layer.
-FAMILIES = {"MHA 8x128": (1024, 1024), "MLA 512+64": (576,)}
+# Shape of a row in each buffer of a layer, and of the parts in which the rows come.
+BUFFERS = {"MHA 8x128": ((8, 128), (8, 128)), "MLA 512+64": ((1, 576),)}
+PARTS = {"MHA 8x128": ((8, 128), (8, 128)), "MLA 512+64": ((1, 512), (1, 64))}
 
 
 def create(family: str, stacked: bool) -> Any:
@@ -60,14 +65,17 @@ def step_tuple(pool: Any, loc: jax.Array, rows: tuple[tuple[jax.Array, ...], ...
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def step_stacked(pool: Any, loc: jax.Array, rows: tuple[jax.Array, ...]) -> Any:
-    """The same as a scan over the layers; `rows` are stacked over the layers."""
+def step_stacked(pool: Any, loc: jax.Array, words: tuple[jax.Array, ...]) -> Any:
+    """The same as a scan over the layers.
+
+    The rows come as the bits of their bfloat16 values: XLA on CPU would convert a scanned bfloat16 array to float32.
+    """
 
     def body(pool: Any, xs: Any) -> tuple[Any, None]:
-        layer, layer_rows = xs
-        return write_layer(pool, layer, loc, layer_rows), None
+        layer, layer_words = xs
+        return write_layer(pool, layer, loc, tuple(part.view(jnp.bfloat16) for part in layer_words)), None
 
-    return jax.lax.scan(body, pool, (jnp.arange(LAYERS), rows))[0]
+    return jax.lax.scan(body, pool, (jnp.arange(LAYERS), words))[0]
 
 
 def in_place(step: Callable[..., Any], pool: Any, *args: Any) -> Callable[[], None]:
@@ -84,20 +92,13 @@ def contenders(family: str, count: int, pools: dict[str, Any]) -> dict[str, Call
     """All contenders for `count` rows; `pools` keeps their buffers from one row count to the next."""
     rng = np.random.default_rng(count)
     loc = rng.permutation(np.arange(PAGE, SIZE + PAGE))[:count].astype(np.int32)
-    widths = FAMILIES[family]
-    words = [rng.integers(0, 0x3F80, (LAYERS, count, width), dtype=np.uint16) for width in widths]
-
-    heads = (8, 128) if family.startswith("MHA") else (1,)
-    parts = words if family.startswith("MHA") else [words[0][..., :512], words[0][..., 512:]]
-    rows = tuple(
-        jnp.asarray(part).view(jnp.bfloat16).reshape(LAYERS, count, *heads, *([-1] if len(heads) == 1 else []))
-        for part in parts
-    )
-    by_layer = tuple(tuple(part[layer] for part in rows) for layer in range(LAYERS))
+    words = [rng.integers(0, 0x3F80, (LAYERS, count, *shape), dtype=np.uint16) for shape in PARTS[family]]
+    whole = words if family.startswith("MHA") else [np.concatenate(words, axis=-1)]
+    by_layer = tuple(tuple(jnp.asarray(part[layer]).view(jnp.bfloat16) for part in words) for layer in range(LAYERS))
 
     index = torch.from_numpy(loc.astype(np.int64))
-    torch_rows = [torch.from_numpy(part).view(torch.bfloat16) for part in words]
-    dense = [np.empty_like(part) for part in words]
+    torch_rows = [torch.from_numpy(part).view(torch.bfloat16) for part in whole]
+    dense = [np.empty_like(part) for part in whole]
 
     def run_torch() -> None:
         for buffers, part in zip(pools["torch"], torch_rows, strict=True):
@@ -105,17 +106,19 @@ def contenders(family: str, count: int, pools: dict[str, Any]) -> dict[str, Call
                 buffers[layer].index_copy_(0, index, part[layer])
 
     def run_numpy() -> None:
-        for buffers, part in zip(pools["numpy"], words, strict=True):
+        for buffers, part in zip(pools["numpy"], whole, strict=True):
             for layer in range(LAYERS):
                 buffers[layer][loc] = part[layer]
 
     def run_memcpy() -> None:
-        for target, part in zip(dense, words, strict=True):
+        for target, part in zip(dense, whole, strict=True):
             np.copyto(target, part)
 
     return {
         "tuple": in_place(step_tuple, create(family, stacked=False), jnp.asarray(loc), by_layer),
-        "stacked": in_place(step_stacked, create(family, stacked=True), jnp.asarray(loc), rows),
+        "stacked": in_place(
+            step_stacked, create(family, stacked=True), jnp.asarray(loc), tuple(map(jnp.asarray, words))
+        ),
         "torch": run_torch,
         "numpy": run_numpy,
         "memcpy": run_memcpy,
@@ -130,8 +133,8 @@ def main() -> None:
     torch.set_num_threads(1)
 
     measurements = []
-    for family, widths in FAMILIES.items():
-        shapes = [(SIZE + PAGE, width) for width in widths]
+    for family, buffers in BUFFERS.items():
+        shapes = [(SIZE + PAGE, *shape) for shape in buffers]
         pools = {
             "torch": [[torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)] for shape in shapes],
             "numpy": [[np.zeros(shape, np.uint16) for _ in range(LAYERS)] for shape in shapes],
