@@ -118,14 +118,24 @@ def test_ops_refuse_what_does_not_fit():
         pallas_kernels.move_rows([k], [1, 2], [1])
     with pytest.raises(ValueError, match="move_rows: axis_name must name the mesh axis of the 2 ranks"):
         pallas_kernels.move_rows([k], [1], [2], dcp_size=2)
+    for options, message in (
+        ({"dcp_size": 0}, "dcp_size must be a positive integer, got 0"),
+        ({"interleave": -1}, "interleave must be a positive integer, got -1"),
+        ({"dcp_size": 2, "dcp_rank": 2}, r"dcp_rank must be in \[0, 2\), got 2"),
+        ({"interleave": 2}, "interleave 2 must divide the 5 rows of a rank"),
+    ):
+        with pytest.raises(ValueError, match=f"scatter_rows: {message}"):
+            pallas_kernels.scatter_rows(k, [1], k[:1], **options)
+        with pytest.raises(ValueError, match=f"gather_rows: {message}"):
+            pallas_kernels.gather_rows(k, [1], **options)
     for loc, error in ((np.ones(1), TypeError), (np.ones((1, 1), np.int32), ValueError), ([2**32 + 5], ValueError)):
         with pytest.raises(error, match="gather_rows: loc"):
             pallas_kernels.gather_rows(k, loc)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-50, 1e300])
 def test_a_scale_that_is_no_scale_is_refused(scale):
-    with pytest.raises(ValueError, match="here: k_scale must be positive and finite, got"):
+    with pytest.raises(ValueError, match="here: k_scale must be positive and finite in float32, got"):
         codecs.as_scale(scale, "float8_e4m3fn", "here", "k_scale")
 
 

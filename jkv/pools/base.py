@@ -177,11 +177,12 @@ class Pool:
             at = layer_id.astype(jnp.int32) - first
         else:
             try:
-                at = np.int32(operator.index(layer_id) - first)
-            except (TypeError, OverflowError):
+                at = operator.index(layer_id) - first
+            except TypeError:
                 raise IndexError(f"{door}: layer_id must be one integer, got {layer_id!r}") from None
             if not 0 <= at < layout.layer_num:
                 raise IndexError(f"{door}: layer_id {layer_id} outside [{first}, {end}), the layers of this pool")
+            at = np.int32(at)
         arrays, at = (self.arrays, at) if layout.stacked else (tuple(a[at] for a in self.arrays), None)
         for buffer, array in zip(layout.buffers, arrays, strict=True):
             if array.shape != layout.shape_here(buffer):
@@ -240,6 +241,10 @@ class Pool:
         """Keys and values from the words of a layer's buffers."""
         raise NotImplementedError
 
+    def _view(self, door: str, layer_id, *, paged: bool = False) -> tuple[jax.Array, jax.Array]:
+        """The path of a door that reads a layer's whole buffers."""
+        return self._decode(programs.view(self.layout, paged, *self._layer(layer_id, f"{door} ({self.label})")))
+
     def get_kv_buffer(self, layer_id) -> tuple[jax.Array, jax.Array]:
         """The whole K and V buffers of a layer, in the pool's dtype.
 
@@ -249,19 +254,19 @@ class Pool:
         Raises:
           IndexError: the layer is not one of this pool.
         """
-        return self._decode(programs.view(self.layout, False, *self._layer(layer_id, f"get_kv_buffer ({self.label})")))
+        return self._view("get_kv_buffer", layer_id)
 
     def get_key_buffer(self, layer_id) -> jax.Array:
         """The first of `get_kv_buffer`."""
-        return self.get_kv_buffer(layer_id)[0]
+        return self._view("get_key_buffer", layer_id)[0]
 
     def get_value_buffer(self, layer_id) -> jax.Array:
         """The second of `get_kv_buffer`."""
-        return self.get_kv_buffer(layer_id)[1]
+        return self._view("get_value_buffer", layer_id)[1]
 
     def get_page_buffer(self, layer_id) -> tuple[jax.Array, jax.Array]:
         """`get_kv_buffer` as `[dcp_size * pages, page_size, heads, dim]`, for paged attention kernels."""
-        return self._decode(programs.view(self.layout, True, *self._layer(layer_id, f"get_page_buffer ({self.label})")))
+        return self._view("get_page_buffer", layer_id, paged=True)
 
     def move_kv_cache(self, tgt_loc, src_loc) -> Self:
         """Copies the rows of slots `src_loc` to slots `tgt_loc`: all layers and buffers, across ranks.

@@ -79,10 +79,11 @@ def as_scale(scale, dtype, where: str, name: str) -> jax.Array | None:
         return None
     if not is_fp8(dtype):
         raise ValueError(f"{where}: {name} is for FP8 rows only, and these are {jnp.dtype(dtype).name}")
-    array = jnp.asarray(scale, jnp.float32)
+    with np.errstate(over="ignore"):
+        array = scale.astype(jnp.float32) if isinstance(scale, jax.Array) else np.asarray(scale, np.float32)
     if array.shape not in ((), (1,)):
         raise ValueError(f"{where}: {name} must be a number or have shape () or (1,), got shape {array.shape}")
-    # As float32, which is what divides: 1e-50 is zero there and 1e300 infinite.
-    if not isinstance(scale, jax.Array) and not 0 < float(np.asarray(scale, np.float32).reshape(())) < np.inf:
+    # Judged as float32, which is what divides: 1e-50 is zero there and 1e300 infinite.
+    if isinstance(array, np.ndarray) and not (0 < array < np.inf).all():
         raise ValueError(f"{where}: {name} must be positive and finite in float32, got {scale}")
-    return array.reshape(())
+    return jnp.asarray(array).reshape(())
