@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    measurements = []
+    measurements: list[dict[str, Any]] = []
     for family, buffers in BUFFERS.items():
         shapes = [(SIZE + PAGE, *shape) for shape in buffers]
         pools = {

@@ -55,9 +55,7 @@ def measure(rows: int, seconds: float) -> dict[str, Any]:
     steps = {"pool": write, "naive": naive}
     out: dict[str, Any] = {"rows": rows}
     for name, step in steps.items():
-        out[f"{name} temporary bytes"] = (
-            step.lower(held[name], loc, *parts).compile().memory_analysis().temp_size_in_bytes
-        )
+        out[f"{name} temporary bytes"] = report.memory(step.lower(held[name], loc, *parts)).temp_size_in_bytes
 
     def contender(name: str) -> Any:
         def run() -> None:

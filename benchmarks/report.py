@@ -40,6 +40,18 @@ def interleaved(contenders: Mapping[str, Callable[[], object]], *, seconds: floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def memory(lowered: Any) -> Any:
+    """What the compiled program says of its memory: `alias_size_in_bytes`, `temp_size_in_bytes` and others.
+
+    Raises:
+      RuntimeError: this backend says nothing.
+    """
+    analysis = lowered.compile().memory_analysis()
+    if analysis is None:
+        raise RuntimeError("this backend gives no memory analysis")
+    return analysis
+
+
 def microseconds(seconds: float) -> str:
     """A time for a table cell, in microseconds, with about three digits."""
     value = seconds * 1e6

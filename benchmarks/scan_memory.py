@@ -47,7 +47,7 @@ def measure(family: str, dtype: Any, size: int) -> dict[str, Any]:
     widths = ((8, 128), (8, 128)) if family.startswith("MHA") else ((1, 512), (1, 64))
     rows = tuple(jax.ShapeDtypeStruct((16, *width), jnp.bfloat16) for width in widths)
     ids = [jax.ShapeDtypeStruct((count,), jnp.int32) for count in (16, 256)]
-    memory = jax.jit(step, donate_argnums=0).lower(pool, ids[0], rows, ids[1]).compile().memory_analysis()
+    memory = report.memory(jax.jit(step, donate_argnums=0).lower(pool, ids[0], rows, ids[1]))
     return {
         "family": family,
         "dtype": jnp.dtype(dtype).name,
