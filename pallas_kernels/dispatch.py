@@ -190,7 +190,7 @@ def _module(op: str, name: str) -> ModuleType:
 
 
 def for_gpu(kind: str = "NVIDIA A100") -> contextlib.AbstractContextManager:
-    """Where no GPU is in sight, tells JAX to lower a kernel for `kind`; XLA compiles it for whichever chip there will be.
+    """Where no GPU is in sight, tells JAX to lower a kernel for `kind`; XLA compiles it for whichever it will be.
 
     JAX 0.11 and newer refuse to lower a Pallas kernel without a device kind.
     """

@@ -35,7 +35,7 @@ def fetch(layout, split, buffers, layer, loc):
 
     def local(rank, buffers, layer, loc):
         options = layout.slot_options(rank) | {"layer": layer, "split": split}
-        rows = tuple(gather_rows(buffer, loc, **options) for buffer in buffers)
+        rows = gather_rows(buffers, loc, **options)
         return index.sum_rows(rows, layout.ranks.dcp_axis) if layout.slots.dcp_size > 1 else rows
 
     return layout.ranks.map(local, (layout.specs, P(), P()), layout.row_specs)(buffers, layer, loc)

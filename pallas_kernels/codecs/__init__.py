@@ -32,16 +32,16 @@ def exact_div(x, divisor):
     return lax.div(x, lax.optimization_barrier(full))
 
 
-def to_words(rows, dtype, scale=None):
+def to_words(rows, dtype, scale=None, divide=exact_div):
     """Casts float rows to `dtype` and returns its bits as unsigned words of the same shape.
 
     Rounds to nearest even straight from the source dtype. For the 8-bit formats: divides by `scale` in float32 where
-    one is given, clamps to the finite range, keeps NaN.
+    one is given, clamps to the finite range, keeps NaN. `divide` is for kernels, whose language has another division.
     """
     dtype = jnp.dtype(dtype)
     if is_fp8(dtype):
         if scale is not None:
-            rows = exact_div(rows, scale)
+            rows = divide(rows.astype(jnp.float32), scale)
         return fp8.encode(rows, dtype)
     return lax.bitcast_convert_type(rows.astype(dtype), word_dtype(dtype))
 

@@ -12,6 +12,8 @@ from jax import lax
 
 
 class Format(NamedTuple):
+    """A binary format with a sign bit and an exponent of what the mantissa leaves of the other seven bits."""
+
     mantissa: int  # explicit mantissa bits
     bias: int  # exponent bias
     largest: float  # largest finite value
