@@ -32,6 +32,13 @@ def store(layout, op, buffers, layer, loc, rows, scales):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def fetch(layout, split, buffers, layer, loc):
     """Words of one layer's rows by slot id, any rank's: one array a buffer, or a pair where `split` is a width."""
+    if not loc.size:  # XLA on CPU has no shard_map with an output of no elements
+        widths = [(b.width,) if split is None else (split, b.width - split) for b in layout.buffers]
+        rows = tuple(
+            tuple(jnp.zeros((0, layout.heads_here(b), w), b.dtype) for w in ws)
+            for b, ws in zip(layout.buffers, widths, strict=True)
+        )
+        return tuple(r[0] for r in rows) if split is None else rows
 
     def local(rank, buffers, layer, loc):
         options = layout.slot_options(rank) | {"layer": layer, "split": split}
@@ -86,6 +93,8 @@ def move(pool, tgt_loc, src_loc):
 def fetch_all(pool, loc):
     """Words of every buffer and layer by slot id, `[layers, N, heads, width]`, whole on every device."""
     layout = pool.layout
+    if not loc.size:  # as in `fetch`
+        return tuple(jnp.zeros((layout.layer_num, 0, b.heads, b.width), b.dtype) for b in layout.buffers)
     specs = (layout.specs if layout.stacked else tuple((s,) * layout.layer_num for s in layout.specs), P())
 
     def local(rank, buffers, loc):
