@@ -85,7 +85,7 @@ def compiled_text(count: int) -> str:
         return jkv.checked_jit(step, donate_argnums=0).lower(create(LAYERS[-1]), *rows(count)).compile().as_text()
 
 
-def measure(layers: int, count: int, seconds: float) -> dict[str, Any]:
+def measure(layers: int, count: int, **timing: Any) -> dict[str, Any]:
     """Median times of the step with checks off and on."""
     args = rows(count)
 
@@ -99,7 +99,7 @@ def measure(layers: int, count: int, seconds: float) -> dict[str, Any]:
 
         return run
 
-    times = report.interleaved({"off": contender(False), "on": contender(True)}, seconds=seconds)
+    times = report.interleaved({"off": contender(False), "on": contender(True)}, **timing)
     jkv.wait_for_checks()
     return {"layers": layers, "rows": count, **times, "on/off": times["on"] / times["off"]}
 
@@ -122,7 +122,8 @@ def main() -> None:
     print(f"checks off: {len(plain):,} characters of compiled text, {'the same' if same else 'NOT THE SAME'}")
     print(f"as without the {places} probe functions in the library's modules\n")
 
-    measurements = [measure(layers, count, options.seconds) for layers in LAYERS for count in ROW_COUNTS]
+    timing = {"seconds": options.seconds, "clock": options.clock}
+    measurements = [measure(layers, count, **timing) for layers in LAYERS for count in ROW_COUNTS]
     lines = [
         [m["layers"], m["rows"], report.microseconds(m["off"]), report.microseconds(m["on"]), f"{m['on/off']:.2f}"]
         for m in measurements

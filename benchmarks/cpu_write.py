@@ -141,7 +141,9 @@ def main() -> None:
         }
         for count in ROW_COUNTS:
             with jkv.enable_checks(False):
-                times = report.interleaved(contenders(family, count, pools), seconds=options.seconds)
+                times = report.interleaved(
+                    contenders(family, count, pools), seconds=options.seconds, clock=options.clock
+                )
             best = min(times["tuple"], times["stacked"])
             measurements.append(
                 {

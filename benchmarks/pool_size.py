@@ -36,7 +36,7 @@ def naive(cache: jax.Array, loc: jax.Array, nope: jax.Array, rope: jax.Array) ->
     return cache.at[loc].set(jnp.concatenate([nope, rope], axis=-1))
 
 
-def measure(rows: int, seconds: float) -> dict[str, Any]:
+def measure(rows: int, **timing: Any) -> dict[str, Any]:
     """Times and temporary bytes for pools of `rows` rows."""
     rng = np.random.default_rng(0)
     loc = jnp.asarray(rng.permutation(np.arange(PAGE, rows))[:COUNT], jnp.int32)
@@ -65,7 +65,7 @@ def measure(rows: int, seconds: float) -> dict[str, Any]:
 
     # Apart, since the one may take a thousand times as long as the other and would leave it a cold cache.
     for name in steps:
-        out[name] = report.interleaved({name: contender(name)}, seconds=seconds)[name]
+        out[name] = report.interleaved({name: contender(name)}, **timing)[name]
     return out
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each cell of the table (default 2)")
     options = parser.parse_args()
     with jkv.enable_checks(False):
-        measurements = [measure(rows, options.seconds) for rows in ROWS.values()]
+        measurements = [measure(rows, seconds=options.seconds, clock=options.clock) for rows in ROWS.values()]
     lines = [
         [
             name,
