@@ -175,7 +175,7 @@ def sum_rows(rows, axis_name):
         pack = 4 // words.dtype.itemsize
         if pack == 1 or words.shape[-1] % pack:
             return lax.psum(words, axis_name)
-        packed = lax.bitcast_convert_type(words.reshape(*words.shape[:-1], -1, pack), jnp.uint32)
+        packed = lax.bitcast_convert_type(words.reshape(*words.shape[:-1], words.shape[-1] // pack, pack), jnp.uint32)
         return lax.bitcast_convert_type(lax.psum(packed, axis_name), words.dtype).reshape(words.shape)
 
     return jax.tree.map(total, rows)

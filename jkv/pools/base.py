@@ -329,4 +329,6 @@ class Pool:
             raise ValueError(f"{door}: the copy is of {host.kind}; this pool holds {expected}")
         if host.words[0].shape[1] != loc.shape[0]:
             raise ValueError(f"{door}: loc must name one slot a row: {loc.shape[0]} ids, {host.words[0].shape[1]} rows")
-        return self._with(programs.store_all(self, loc, host.words))
+        # Host arrays are copied: the caller may reuse their memory while the restore is in flight.
+        words = tuple(np.array(w) if isinstance(w, np.ndarray) else w for w in host.words)
+        return self._with(programs.store_all(self, loc, words))

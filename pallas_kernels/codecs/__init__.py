@@ -61,7 +61,9 @@ def as_rows(rows, shapes: list[tuple[int, ...]], where: str, name: str) -> jax.A
     Raises:
       ValueError: another shape, or a dtype that is none of `FLOAT_DTYPES`.
     """
-    rows = jnp.asarray(rows)
+    if not isinstance(rows, jax.Array):  # a copy: the caller may reuse its memory while the step is in flight
+        host = np.asarray(rows)
+        rows = host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
     if rows.shape not in shapes:
         raise ValueError(f"{where}: {name} must have shape {' or '.join(map(str, shapes))}, got {rows.shape}")
     if rows.dtype.name not in FLOAT_DTYPES:
