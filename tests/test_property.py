@@ -22,9 +22,16 @@ def play_cell(context: str, layout: str, count: int, derandomize: bool) -> colle
     return coverage
 
 
-def play_case(case: Case, count: int, derandomize: bool, coverage: collections.Counter[str]) -> None:
+def play_case(
+    case: Case,
+    count: int,
+    derandomize: bool,
+    coverage: collections.Counter[str],
+    phases: tuple[hypothesis.Phase, ...] = tuple(hypothesis.Phase),
+) -> None:
     settings = hypothesis.settings(
         max_examples=count,
+        phases=phases,
         deadline=None,
         derandomize=derandomize,
         database=None,
