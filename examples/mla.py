@@ -1,0 +1,130 @@
+"""Serves a DeepSeek-V3 from a striped MLA pool: `python -m examples.mla --weights NPZ --config JSON --cases JSON`.
+
+Attention is absorbed: every query, of a prompt or of a new token, attends to the latent rows of the pool itself. The
+cases are a JSON list of objects with the prompt's `ids`; a case may have `greedy` tokens, and then they are compared.
+
+`--pad-id` is for comparing with transformers: given a `pad_token_id`, its `generate` hides prompt tokens of that id,
+which a call of the model does not. With the option `greedy` continues the prompt without them, and `last_logits` are
+still those of the whole prompt.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples import report
+from examples.deepseek import DeepSeekConfig, load_params, read_config
+from examples.engine import Engine, Request, Stats
+from examples.mesh import UsageError, ensure_cpu_devices, make_mesh
+from examples.models import KV_DTYPES
+from examples.striped import Pool, serve_deepseek
+
+
+def generate(
+    config: DeepSeekConfig,
+    weights: Mapping[str, np.ndarray],
+    prompts: Sequence[Sequence[int]],
+    *,
+    dcp: int = 1,
+    kv_dtype: str = "bf16",
+    max_new_tokens: int = 24,
+    batch: int = 4,
+    page_size: int = 8,
+    pool_tokens: int = 1024,
+) -> tuple[list[Request], Stats, Pool]:
+    """Continues token ids greedily, never ending early; see `examples.generate.generate` for the arguments.
+
+    Returns:
+        The requests (`token_ids`, and `first_logits` [vocabulary] after the prompt), what the run used, and the pool.
+
+    Raises:
+        UsageError: weights that are missing, sizes that do not fit, a prompt that is empty or has unknown ids.
+    """
+    for name, ids in enumerate(prompts):
+        if not all(0 <= token < config.vocab_size for token in ids):
+            raise UsageError(f"prompt {name} has ids outside the vocabulary of {config.vocab_size} tokens")
+    server = serve_deepseek(
+        config,
+        load_params(weights, config),
+        make_mesh(dcp, 1),
+        dtype=KV_DTYPES[kv_dtype],
+        capacity=pool_tokens,
+        page_size=page_size,
+    )
+    return Engine(server, prompts, max_new_tokens, lanes=min(batch, len(prompts))).run()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m examples.mla", description=__doc__.split("\n")[0])
+    p.add_argument("--weights", type=Path, required=True, metavar="NPZ", help="arrays by their names in transformers")
+    p.add_argument("--config", type=Path, required=True, metavar="JSON", help="the model's config.json")
+    p.add_argument("--cases", type=Path, required=True, metavar="JSON", help='[{"ids": [...], "greedy": [...]}, ...]')
+    p.add_argument("--dcp", type=int, default=1, metavar="N", help="ranks that share the tokens of a sequence")
+    p.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="what the pool stores (default bf16)")
+    p.add_argument("--pad-id", type=int, metavar="ID", help="prompt ids that `greedy` is to ignore (default: none)")
+    p.add_argument("--max-new-tokens", type=int, default=24, metavar="N", help="default 24")
+    p.add_argument("--json", type=Path, metavar="OUT", help="write last_logits and greedy of each case")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit status is 0, or 1 where something cannot be served."""
+    args = parser().parse_args(argv)
+    ensure_cpu_devices(args.dcp)
+    try:
+        cases, config = read_cases(args.cases), read_config(args.config)
+        whole = [case["ids"] for case in cases]
+        shown = [[token for token in ids if token != args.pad_id] for ids in whole]
+        padded = [index for index, ids in enumerate(whole) if shown[index] != ids]
+        with np.load(args.weights) as weights:
+            requests, stats, pool = generate(
+                config,
+                weights,
+                whole + [shown[index] for index in padded],
+                dcp=args.dcp,
+                kv_dtype=args.kv_dtype,
+                max_new_tokens=args.max_new_tokens,
+            )
+    except (UsageError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    greedy = [request.token_ids for request in requests[: len(cases)]]
+    for index, request in zip(padded, requests[len(cases) :], strict=True):
+        greedy[index] = request.token_ids
+    for index, (case, tokens) in enumerate(zip(cases, greedy, strict=True)):
+        print(f"[{index}] {len(whole[index])} tokens -> {tokens}")
+        if "greedy" in case:
+            same = sum(listed == token for listed, token in zip(case["greedy"], tokens, strict=False))
+            print(f"    {same} of {len(tokens)} as listed in {args.cases.name}")
+    print()
+    print(report.table(stats, pool))
+    if args.json:
+        logits = [request.first_logits.tolist() for request in requests[: len(cases)]]
+        found = [{"last_logits": row, "greedy": tokens} for row, tokens in zip(logits, greedy, strict=True)]
+        args.json.write_text(json.dumps(found) + "\n")
+    return 0
+
+
+def read_cases(path: Path) -> list[dict[str, Any]]:
+    """The cases of a file.
+
+    Raises:
+        UsageError: it is not a list of objects with `ids`, or an empty one.
+    """
+    try:
+        cases = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(cases, list) or not cases or not all(isinstance(c, dict) and "ids" in c for c in cases):
+        raise UsageError(f'{path.name} must hold a list of objects with "ids"')
+    return cases
+
+
+if __name__ == "__main__":
+    sys.exit(main())
