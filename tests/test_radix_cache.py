@@ -81,6 +81,14 @@ def test_a_match_is_the_longest_cached_prefix_in_whole_pages():
     assert sizes(cache) == (12, 12, 0)
 
 
+def test_pages_that_part_in_their_last_token_are_different_pages():
+    cache = RadixCache(f4())
+    slots = fill(cache, A + B + C)
+    assert cache.insert(A + B + [3, 3, 3, 9], slots[:8] + cache.allocator.alloc(4).tolist()) == 8
+    assert matched(cache, A + B + [3, 3, 3, 9]) == [*slots[:8], 16, 17, 18, 19]
+    assert matched(cache, A + B + C) == slots
+
+
 def test_a_page_of_the_cache_is_a_page_on_every_rank():
     cache = RadixCache(d4())
     assert cache.alloc_page_size == 16
@@ -243,6 +251,9 @@ def test_a_locked_path_is_never_evicted_and_locks_count():
     assert matched(cache, A + B) != []
     cache.dec_lock_ref(node)
     assert sizes(cache) == (8, 8, 0)
+    cache.inc_lock_ref(node)  # without a match in between
+    assert cache.evict(100) == 0
+    cache.dec_lock_ref(node)
     assert cache.evict(100) == 8
     assert cache.allocator.available_size() == 64
 
@@ -332,6 +343,15 @@ def test_the_least_recently_used_leaf_goes_first_and_whole():
     assert matched(cache, A) == []
     assert len(matched(cache, C)) == 4
     assert cache.allocator.available_size() == 64 - 4
+
+
+def test_what_has_just_been_inserted_is_younger_than_any_earlier_use():
+    cache = RadixCache(f4())
+    fill(cache, A)
+    matched(cache, A)
+    fill(cache, B)
+    assert cache.evict(1) == 4
+    assert (matched(cache, A), matched(cache, B)) == ([], [8, 9, 10, 11])
 
 
 def test_a_parent_goes_after_its_children_in_the_order_of_use():

@@ -120,8 +120,8 @@ class Reader:
 class RadixMachine(RuleBasedStateMachine):
     covered: ClassVar[collections.Counter[str]] = collections.Counter()
 
-    @initialize(geometry=st.sampled_from(GEOMETRIES))
-    def make(self, geometry: tuple[int, int, int]):
+    @initialize(geometry=st.sampled_from(GEOMETRIES), served=st.lists(prompts, min_size=2, max_size=4))
+    def make(self, geometry: tuple[int, int, int], served: list[tuple[list[int], int, Any]]):
         self.count, page_size, dcp_size = geometry
         space = SlotSpace(self.count * max(page_size, 1), max(page_size, 1), dcp_size)
         if page_size:
@@ -136,6 +136,10 @@ class RadixMachine(RuleBasedStateMachine):
         self.numbers: dict[Any, int] = {}
         self.memory = np.zeros(space.bound, np.int64)
         self.routed: set[tuple[Any, int]] = set()
+        for prompt in served:
+            self.start(prompt)
+            if self.requests:
+                self.finish(0, 0)
 
     def cover(self, what: str) -> None:
         self.covered["operations"] += 1
@@ -307,17 +311,30 @@ class RadixMachine(RuleBasedStateMachine):
             self.lock(reader)
             self.readers.append(reader)
 
+    @rule(prompt=prompts)
+    def look(self, prompt: tuple[list[int], int, Any]):
+        blocks, tail, key = prompt
+        self.match(key, self.sequence(blocks, tail))
+
+    @precondition(lambda self: self.readers)
+    @rule(pick=few)
+    def unlock_and_lock_again(self, pick: int):
+        reader = self.readers[pick % len(self.readers)]
+        self.unlock(reader)
+        self.lock(reader)
+
     @precondition(lambda self: self.readers)
     @rule(pick=few)
     def stop_reading(self, pick: int):
         self.unlock(self.readers.pop(pick % len(self.readers)))
 
-    @rule(tokens=st.integers(0, 20))
+    @rule(tokens=st.integers(0, 6) | st.integers(0, 20))
     def evict(self, tokens: int):
         gone = self.model.evict(tokens)
         assert self.cache.evict(tokens) == len(gone) * self.page
         self.release(gone)
-        self.cover("evict" if gone else "evict nothing")
+        left = any(not entry.locks for _, entry in self.model.entries())
+        self.cover(("evict some" if left else "evict all") if gone else "evict nothing")
 
     @rule(sure=few)
     def reset(self, sure: int):
@@ -426,7 +443,19 @@ class RadixMachine(RuleBasedStateMachine):
 
 OUTCOMES = {
     *("match", "no match", "lock", "unlock", "insert", "insert with duplicates", "start", "start on a prefix"),
-    *("no room", "decode", "retract", "finish", "abort", "evict", "evict nothing", "reset", "group", "group end"),
+    *(
+        "no room",
+        "decode",
+        "retract",
+        "finish",
+        "abort",
+        "evict some",
+        "evict all",
+        "evict nothing",
+        "reset",
+        "group",
+        "group end",
+    ),
     *("refused reset", "refused unlock", "refused insert", "refused lengths"),
 }
 
