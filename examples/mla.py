@@ -3,9 +3,9 @@
 Attention is absorbed: every query, of a prompt or of a new token, attends to the latent rows of the pool itself. The
 cases are a JSON list of objects with the prompt's `ids`; a case may have `greedy` tokens, and then they are compared.
 
-`--pad-id` is for comparing with transformers: given a `pad_token_id`, its `generate` hides prompt tokens of that id,
-which a call of the model does not. With the option `greedy` continues the prompt without them, and `last_logits` are
-still those of the whole prompt.
+Prompt tokens of the padding id (`--pad-id`, 0) are hidden from `greedy` but not from `last_logits`: transformers'
+`generate` infers a mask from its `pad_token_id`, a call of its model does not, and cases made with it show both. Give
+`--pad-id -1` where every id of a prompt is a token.
 """
 
 import argparse
@@ -67,7 +67,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cases", type=Path, required=True, metavar="JSON", help='[{"ids": [...], "greedy": [...]}, ...]')
     p.add_argument("--dcp", type=int, default=1, metavar="N", help="ranks that share the tokens of a sequence")
     p.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="what the pool stores (default bf16)")
-    p.add_argument("--pad-id", type=int, metavar="ID", help="prompt ids that `greedy` is to ignore (default: none)")
+    p.add_argument(
+        "--pad-id", type=int, default=0, metavar="ID", help="prompt id hidden from `greedy`; -1: none (default 0)"
+    )
     p.add_argument("--max-new-tokens", type=int, default=24, metavar="N", help="default 24")
     p.add_argument("--json", type=Path, metavar="OUT", help="write last_logits and greedy of each case")
     return p

@@ -1,14 +1,19 @@
 """Reading under decode context parallelism: each rank attends to its own rows, and the results are merged."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jkv.slots import SlotSpace
 
 
-def attend_rows(q, k, v, mask, *, scale: float | None = None) -> tuple[jax.Array, jax.Array]:
+def attend_rows(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: ArrayLike, *, scale: float | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Attention of queries over rows, with the log-sum-exp that `merge_states` needs. Plain jnp, float32 inside.
 
     A masked row contributes exactly nothing, whatever its bytes (a reused page may hold NaN). Leading dimensions
@@ -28,7 +33,7 @@ def attend_rows(q, k, v, mask, *, scale: float | None = None) -> tuple[jax.Array
     Raises:
       ValueError: heads or widths that do not fit, or a mask that is not bool.
     """
-    q, k, v, mask = (jnp.asarray(x) for x in (q, k, v, mask))
+    q, k, v, mask = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(mask)
     (heads, dim), (rows, kv_heads) = q.shape[-2:], k.shape[-3:-1]
     if k.shape[-1] != dim or v.shape[-3:-1] != (rows, kv_heads) or heads % kv_heads:
         raise ValueError(f"attend_rows: q {q.shape}, k {k.shape} and v {v.shape} do not fit together")
@@ -51,7 +56,7 @@ def attend_rows(q, k, v, mask, *, scale: float | None = None) -> tuple[jax.Array
     return out.reshape(*out.shape[:-3], heads, v.shape[-1]), lse.reshape(*lse.shape[:-2], heads)
 
 
-def merge_states(out, lse, axis_name) -> tuple[jax.Array, jax.Array]:
+def merge_states(out: jax.Array, lse: jax.Array, axis_name: str | tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """Merges partial attention over a mesh axis, inside a shard_map: softmax over the union of the ranks' rows.
 
     With natural-log lse_r and out_r of rank r: `lse = log(sum exp(lse_r))`, `out = sum exp(lse_r - lse) * out_r`
@@ -80,7 +85,7 @@ def merge_states(out, lse, axis_name) -> tuple[jax.Array, jax.Array]:
     return merged.astype(out.dtype), jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
 
 
-def local_rows(slots: SlotSpace, table, lens, rank) -> tuple:
+def local_rows(slots: SlotSpace, table: Any, lens: Any, rank: Any) -> tuple[Any, Any]:
     """The rows on `rank` of each request of a batch, in the order of their positions.
 
     Args:
@@ -91,7 +96,7 @@ def local_rows(slots: SlotSpace, table, lens, rank) -> tuple:
     Returns:
       rows `[B, L]` (or as many columns as a rank can own of L positions), -1 past the end, and how many, `[B]` int32.
     """
-    xp = jnp if any(isinstance(x, jax.Array) for x in (table, lens, rank)) else np
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in (table, lens, rank)) else np
     table, lens = xp.asarray(table), xp.asarray(lens)
     live = xp.arange(table.shape[1]) < lens[:, None]
     rows = slots.localize_compact(xp.where(live, table, -1), rank)
@@ -99,7 +104,7 @@ def local_rows(slots: SlotSpace, table, lens, rank) -> tuple:
     return rows[:, :width], slots.local_lens(lens, rank).astype(np.int32)
 
 
-def local_page_table(slots: SlotSpace, table, lens, rank) -> tuple:
+def local_page_table(slots: SlotSpace, table: Any, lens: Any, rank: Any) -> tuple[Any, Any]:
     """The page table on `rank` of each request of a batch, for paged attention over `get_page_buffer`.
 
     A page of the allocator (`alloc_page_size` ids) is one page of `page_size` rows on every rank, of the same number,
@@ -112,7 +117,7 @@ def local_page_table(slots: SlotSpace, table, lens, rank) -> tuple:
       pages `[B, ceil(L / alloc_page_size)]` int, 0 (the padding page) where a request has no page, and how many rows
       of them are live, `[B]` int32: row i of a request is row `i % page_size` of its page `i // page_size`.
     """
-    xp = jnp if any(isinstance(x, jax.Array) for x in (table, lens, rank)) else np
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in (table, lens, rank)) else np
     table, lens = xp.asarray(table), xp.asarray(lens)
     first = xp.arange(0, table.shape[1], slots.alloc_page_size)
     pages = xp.where(first < lens[:, None], table[:, first] // slots.alloc_page_size, 0)

@@ -1,6 +1,7 @@
 """Where a pool lives: the ranks of a mesh, and how a function runs on each of them."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ class Ranks:
     dcp_axis: tuple[str, ...] = ()
     tp_axis: str | None = None
 
+    def _size(self, axis: str) -> int:
+        return 1 if self.mesh is None else self.mesh.shape[axis]
+
     @classmethod
     def create(cls, mesh, dcp_axis, tp_axis, where: str) -> "Ranks":
         """Of a Mesh or AbstractMesh (or None), a DCP axis name (or names) and a TP axis name.
@@ -46,15 +50,12 @@ class Ranks:
     @property
     def dcp_size(self) -> int:
         """Ranks that share the tokens of a sequence."""
-        size = 1
-        for name in self.dcp_axis:
-            size *= self.mesh.shape[name]
-        return size
+        return math.prod(map(self._size, self.dcp_axis))
 
     @property
     def tp_size(self) -> int:
         """Ranks that share the heads."""
-        return 1 if self.tp_axis is None else self.mesh.shape[self.tp_axis]
+        return 1 if self.tp_axis is None else self._size(self.tp_axis)
 
     @property
     def dcp(self) -> tuple[str, ...] | None:
@@ -69,9 +70,9 @@ class Ranks:
         rows = heads = 1
         for name in self._manual_axes():
             if name in self.dcp_axis:
-                rows *= self.mesh.shape[name]
+                rows *= self._size(name)
             elif name == self.tp_axis:
-                heads = self.mesh.shape[name]
+                heads = self._size(name)
         return rows, heads
 
     def reshard(self, arrays, specs, like=()):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import operator
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,14 @@ import numpy as np
 
 from pallas_kernels import index
 
+SlotIds: TypeAlias = jax.Array | np.ndarray | Sequence[int]
+"""`[N]` signed integers: slot ids."""
 
-def positive_int(value, where: str, name: str) -> int:
+LayerId: TypeAlias = int | jax.Array
+"""A layer number of the model; a traced one needs a stacked pool."""
+
+
+def positive_int(value: Any, where: str, name: str) -> int:
     """`value` as an int; ValueError that names `where` and `name` unless it is a positive integer."""
     try:
         number = operator.index(value)
@@ -50,7 +58,7 @@ class SlotSpace:
             raise ValueError(f"SlotSpace: size {self.size} must be a multiple of page_size {self.page_size}")
         if self.page_size % self.interleave:
             raise ValueError(f"SlotSpace: interleave {self.interleave} must divide page_size {self.page_size}")
-        if self.bound > index.INT32_MAX and not jax.config.jax_enable_x64:
+        if self.bound > index.INT32_MAX and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
             raise ValueError(f"SlotSpace: slot ids up to {self.explain()} = {self.bound} do not fit int32; enable x64")
 
     @property
@@ -77,31 +85,31 @@ class SlotSpace:
         """How `bound` comes about, for messages."""
         return f"(size {self.size} + page_size {self.page_size}) * dcp_size {self.dcp_size}"
 
-    def owner(self, loc):
+    def owner(self, loc: Any) -> Any:
         """Rank that stores each id (`loc >= 0`): `(loc // interleave) % dcp_size`."""
         return index.owner(loc, self.dcp_size, self.interleave)
 
-    def row(self, loc):
+    def row(self, loc: Any) -> Any:
         """Row of each id (`loc >= 0`) in its owner's buffers."""
         return index.row(loc, self.dcp_size, self.interleave)
 
-    def slot(self, row, rank):
+    def slot(self, row: Any, rank: Any) -> Any:
         """The id stored at `row` of `rank`: the inverse of `owner` and `row`."""
         return index.slot(row, rank, self.dcp_size, self.interleave)
 
-    def localize(self, loc, rank):
+    def localize(self, loc: Any, rank: Any) -> Any:
         """Row of each id on `rank`; -1 where another rank owns it or it is out of range. `loc` has any shape."""
         loc = loc if isinstance(loc, jax.Array) else np.asarray(loc)
         return index.local_row(loc, self.rows, dcp_size=self.dcp_size, dcp_rank=rank, interleave=self.interleave)
 
-    def localize_compact(self, loc, rank):
+    def localize_compact(self, loc: Any, rank: Any) -> Any:
         """As `localize`, the owned rows moved to the front of the last axis in their order, -1 behind them."""
         rows = self.localize(loc, rank)
         xp = jnp if isinstance(rows, jax.Array) else np
         order = xp.argsort(rows < 0, axis=-1, stable=True)
         return xp.take_along_axis(rows, order, axis=-1)
 
-    def local_lens(self, lens, rank, start=None):
+    def local_lens(self, lens: Any, rank: Any, start: Any = None) -> Any:
         """How many of the positions `[start, start + lens)` of a sequence `rank` stores; `start` is 0 when None.
 
         A sequence starts at a page boundary, so that position p lies on the rank of id p.
@@ -110,7 +118,7 @@ class SlotSpace:
         return index.local_lens(lens, rank, dcp_size=self.dcp_size, interleave=self.interleave, start=start)
 
 
-def pad_slots(loc, length: int, padding_slot: int = 0):
+def pad_slots(loc: SlotIds, length: int, padding_slot: int = 0) -> jax.Array | np.ndarray:
     """Pads slot ids `[N]` with `padding_slot` to `[length]`, so that a step is traced for one shape.
 
     Args:
@@ -121,12 +129,12 @@ def pad_slots(loc, length: int, padding_slot: int = 0):
     Raises:
       TypeError: `loc` is not of signed integers. ValueError: more ids than `length`, or another padding id.
     """
-    loc = index.as_slot_ids(loc, "pad_slots")
-    if loc.shape[0] > length:
-        raise ValueError(f"pad_slots: {loc.shape[0]} ids do not fit length {length}")
+    ids = index.as_slot_ids(loc, "pad_slots")
+    if ids.shape[0] > length:
+        raise ValueError(f"pad_slots: {ids.shape[0]} ids do not fit length {length}")
     check_padding_slot(padding_slot, "pad_slots")
-    xp = jnp if isinstance(loc, jax.Array) else np
-    return xp.pad(loc, (0, length - loc.shape[0]), constant_values=padding_slot)
+    xp: Any = jnp if isinstance(ids, jax.Array) else np
+    return xp.pad(ids, (0, length - ids.shape[0]), constant_values=padding_slot)
 
 
 def check_padding_slot(padding_slot: int, where: str) -> None:

@@ -88,8 +88,8 @@ def as_slot_ids(loc, where: str, name: str = "loc"):
         raise TypeError(f"{where}: {name} must hold signed integers (int32), got {loc.dtype}")
     if loc.ndim != 1:
         raise ValueError(f"{where}: {name} must have shape [N], got {loc.shape}")
-    wide = jnp.int64 if loc.dtype == np.int64 and jax.config.jax_enable_x64 else jnp.int32
-    if isinstance(loc, np.ndarray) and loc.itemsize > 4 and wide == jnp.int32:
+    wide = jax.dtypes.canonicalize_dtype(loc.dtype) if loc.itemsize > 4 else np.dtype(np.int32)
+    if isinstance(loc, np.ndarray) and loc.itemsize > 4 and wide == np.int32:
         truncated = loc[loc != loc.astype(np.int32)]
         if truncated.size:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from typing import Any, ClassVar, NotRequired, Self, TypedDict
+from typing import Any, ClassVar, NotRequired, Self, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jkv.host_copy import HostCopy, kind_of
 from jkv.layout import Buffer, Layout
 from jkv.pools import programs
 from jkv.ranks import Ranks
-from jkv.slots import SlotSpace, check_padding_slot, positive_int
+from jkv.slots import LayerId, SlotIds, SlotSpace, check_padding_slot, positive_int
 from pallas_kernels import codecs, index
 
 
@@ -38,7 +38,7 @@ class PoolOptions(TypedDict):
     padding_slot: NotRequired[int]
 
 
-def register(cls):
+def register(cls: type) -> Any:
     """Class decorator: a frozen dataclass PyTree with a static `layout`, serialisable by `jax.export`."""
     cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
     names = [f.name for f in dataclasses.fields(cls) if f.name != "layout"]
@@ -52,6 +52,10 @@ def register(cls):
     return cls
 
 
+Scale: TypeAlias = float | jax.Array | np.ndarray | None
+"""A divisor of FP8 rows: a positive number, or an array of shape () or (1,)."""
+
+
 def export_disabled_checks() -> list[export.DisabledSafetyCheck]:
     """What `jax.export.export(step, disabled_checks=...)` must be told for steps that hold a pool's GPU kernels.
 
@@ -61,7 +65,7 @@ def export_disabled_checks() -> list[export.DisabledSafetyCheck]:
     return [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
 
 
-def float_dtype(dtype, where: str) -> np.dtype:
+def float_dtype(dtype: Any, where: str) -> np.dtype:
     """`dtype` as a numpy dtype; ValueError unless it is one that unquantised rows may have."""
     try:
         parsed = jnp.dtype(dtype)
@@ -72,6 +76,7 @@ def float_dtype(dtype, where: str) -> np.dtype:
     return parsed
 
 
+@dataclasses.dataclass(frozen=True)
 class Pool:
     """Base of the pools. A family adds its buffers as fields, `create`, and the doors that write and read tokens."""
 
@@ -102,7 +107,8 @@ class Pool:
             ranks=ranks,
             buffers=tuple(buffers),
         )
-        return cls(**{b.name: layout.allocate(b, mesh) for b in buffers}, layout=layout)
+        fields: dict[str, Any] = {b.name: layout.allocate(b, mesh) for b in buffers}
+        return cls(**fields, layout=layout)
 
     @property
     def slots(self) -> SlotSpace:
@@ -168,6 +174,7 @@ class Pool:
         """Validates a layer id. Returns the arrays that hold the layer, and its index in them (None if not stacked)."""
         layout = self.layout
         first, end = layout.start_layer, layout.start_layer + layout.layer_num
+        at: Any
         if isinstance(layer_id, jax.core.Tracer):
             if not layout.stacked:
                 raise IndexError(f"{door}: a traced layer_id needs a pool created with stacked=True")
@@ -224,7 +231,9 @@ class Pool:
         n, heads = loc.shape[0], self.layout.heads_here(self.layout.buffers[0])
         values = []
         for name, (value, width) in rows.items():
-            shapes = [(n, heads, width)] + [(n, width)] * (self.layout.buffers[0].heads == 1)
+            shapes: list[tuple[int, ...]] = [(n, heads, width)]
+            if self.layout.buffers[0].heads == 1:
+                shapes.append((n, width))
             values.append(codecs.as_rows(value, shapes, door, name))
             padding = self.layout.padding_slot
             checks.probe_rows(values[-1], loc, door, padding_slot=padding, what=name, layer=layer_id)
@@ -245,7 +254,7 @@ class Pool:
         """The path of a door that reads a layer's whole buffers."""
         return self._decode(programs.view(self.layout, paged, *self._layer(layer_id, f"{door} ({self.label})")))
 
-    def get_kv_buffer(self, layer_id) -> tuple[jax.Array, jax.Array]:
+    def get_kv_buffer(self, layer_id: LayerId) -> tuple[jax.Array, jax.Array]:
         """The whole K and V buffers of a layer, in the pool's dtype.
 
         `[dcp_size * rows, heads, dim]`, rank k's rows from `k * rows`; in a shard_map the local part. Of an MLA pool
@@ -256,19 +265,19 @@ class Pool:
         """
         return self._view("get_kv_buffer", layer_id)
 
-    def get_key_buffer(self, layer_id) -> jax.Array:
+    def get_key_buffer(self, layer_id: LayerId) -> jax.Array:
         """The first of `get_kv_buffer`."""
         return self._view("get_key_buffer", layer_id)[0]
 
-    def get_value_buffer(self, layer_id) -> jax.Array:
+    def get_value_buffer(self, layer_id: LayerId) -> jax.Array:
         """The second of `get_kv_buffer`."""
         return self._view("get_value_buffer", layer_id)[1]
 
-    def get_page_buffer(self, layer_id) -> tuple[jax.Array, jax.Array]:
+    def get_page_buffer(self, layer_id: LayerId) -> tuple[jax.Array, jax.Array]:
         """`get_kv_buffer` as `[dcp_size * pages, page_size, heads, dim]`, for paged attention kernels."""
         return self._view("get_page_buffer", layer_id, paged=True)
 
-    def move_kv_cache(self, tgt_loc, src_loc) -> Self:
+    def move_kv_cache(self, tgt_loc: SlotIds, src_loc: SlotIds) -> Self:
         """Copies the rows of slots `src_loc` to slots `tgt_loc`: all layers and buffers, across ranks.
 
         Every source is read before any target is written, so the two may overlap. A source out of range reads zeros,
@@ -285,13 +294,13 @@ class Pool:
           KVIndexError: with checks on, ids out of range or repeated targets.
         """
         door = f"move_kv_cache ({self.label})"
-        tgt_loc = self._ids(tgt_loc, door, "tgt_loc", label=f"{door} tgt_loc", distinct=True)
-        src_loc = self._ids(src_loc, door, "src_loc", label=f"{door} src_loc")
-        if tgt_loc.shape != src_loc.shape:
-            raise ValueError(f"{door}: {tgt_loc.shape[0]} targets in tgt_loc, {src_loc.shape[0]} sources in src_loc")
-        return programs.move(self, tgt_loc, src_loc)
+        tgt = self._ids(tgt_loc, door, "tgt_loc", label=f"{door} tgt_loc", distinct=True)
+        src = self._ids(src_loc, door, "src_loc", label=f"{door} src_loc")
+        if tgt.shape != src.shape:
+            raise ValueError(f"{door}: {tgt.shape[0]} targets in tgt_loc, {src.shape[0]} sources in src_loc")
+        return programs.move(self, tgt, src)
 
-    def get_cpu_copy(self, loc) -> HostCopy:
+    def get_cpu_copy(self, loc: SlotIds) -> HostCopy:
         """The rows of `loc` on the host, all layers and buffers. Waits for them, so that the pool may be donated next.
 
         With several processes each gets all rows. Ids out of range read zeros.
@@ -309,7 +318,7 @@ class Pool:
             raise ValueError(f"{door}: copies to the host between steps, not inside a traced function")
         return HostCopy(tuple(np.array(w) for w in words), kind_of(self.label, self.layout))
 
-    def load_cpu_copy(self, host: HostCopy, loc) -> Self:
+    def load_cpu_copy(self, host: HostCopy, loc: SlotIds) -> Self:
         """Writes the rows of a host copy to slots `loc`, which need not be those they came from.
 
         In a jitted step with the pool donated this is in place; `host` is a PyTree.
@@ -323,12 +332,12 @@ class Pool:
           `move_kv_cache`.
         """
         door = f"load_cpu_copy ({self.label})"
-        loc = self._ids(loc, door, distinct=True)
+        ids = self._ids(loc, door, distinct=True)
         expected = kind_of(self.label, self.layout)
         if host.kind != expected:
             raise ValueError(f"{door}: the copy is of {host.kind}; this pool holds {expected}")
-        if host.words[0].shape[1] != loc.shape[0]:
-            raise ValueError(f"{door}: loc must name one slot a row: {loc.shape[0]} ids, {host.words[0].shape[1]} rows")
+        if host.words[0].shape[1] != ids.shape[0]:
+            raise ValueError(f"{door}: loc must name one slot a row: {ids.shape[0]} ids, {host.words[0].shape[1]} rows")
         # Host arrays are copied: the caller may reuse their memory while the restore is in flight.
         words = tuple(np.array(w) if isinstance(w, np.ndarray) else w for w in host.words)
-        return self._with(programs.store_all(self, loc, words))
+        return self._with(programs.store_all(self, ids, words))

@@ -1,17 +1,18 @@
 """The pool of multi-head (and grouped-query) attention: K and V rows by head."""
 
-from typing import ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import jax
+from jax.typing import ArrayLike
 
 from jkv.layout import Buffer, Layout
-from jkv.pools.base import Pool, PoolOptions, float_dtype, register
-from jkv.slots import positive_int
+from jkv.pools.base import Pool, PoolOptions, Scale, float_dtype, register
+from jkv.slots import LayerId, SlotIds, positive_int
 from pallas_kernels import codecs, scatter_kv
 
 
-def _scatter(buffers, loc, rows, scales, **options):
-    return scatter_kv(*buffers, loc, *rows, k_scale=scales[0], v_scale=scales[1], **options)
+def _scatter(buffers: tuple, loc: Any, rows: tuple, scales: tuple, **options: Any) -> tuple:
+    return scatter_kv(buffers[0], buffers[1], loc, rows[0], rows[1], k_scale=scales[0], v_scale=scales[1], **options)
 
 
 @register
@@ -29,7 +30,7 @@ class MHATokenToKVPool(Pool):
         *,
         size: int,
         page_size: int,
-        dtype,
+        dtype: Any,
         head_num: int,
         head_dim: int,
         layer_num: int,
@@ -73,7 +74,15 @@ class MHATokenToKVPool(Pool):
         """Elements of a V head."""
         return self.layout.buffers[1].width
 
-    def set_kv_buffer(self, layer_id, loc, cache_k, cache_v, k_scale=None, v_scale=None) -> Self:
+    def set_kv_buffer(
+        self,
+        layer_id: LayerId,
+        loc: SlotIds,
+        cache_k: ArrayLike,
+        cache_v: ArrayLike,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> Self:
         """Writes K and V of N tokens to their slots; padding and ids out of range are dropped.
 
         Args:
@@ -94,7 +103,14 @@ class MHATokenToKVPool(Pool):
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return self._store(f"set_kv_buffer ({self.label})", _scatter, layer_id, loc, rows, scales)
 
-    def get_kv(self, layer_id, loc, k_scale=None, v_scale=None, dst_dtype=None) -> tuple[jax.Array, jax.Array]:
+    def get_kv(
+        self,
+        layer_id: LayerId,
+        loc: SlotIds,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        dst_dtype: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
         """K and V of N slots, any rank's; zeros for ids out of range.
 
         Args:
@@ -117,6 +133,6 @@ class MHATokenToKVPool(Pool):
             codecs.from_words(v, self.dtype, v_scale, dst_dtype),
         )
 
-    def _decode(self, words) -> tuple[jax.Array, jax.Array]:
+    def _decode(self, words: tuple) -> tuple[jax.Array, jax.Array]:
         k, v = (codecs.from_words(w, self.dtype) for w in words)
         return k, v

@@ -1,17 +1,18 @@
 """The pool of multi-head latent attention (MLA, DeepSeek-V2): one latent and one rotary part a token."""
 
-from typing import ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import jax
+from jax.typing import ArrayLike
 
 from jkv.layout import Buffer, Layout
-from jkv.pools.base import Pool, PoolOptions, float_dtype, register
-from jkv.slots import positive_int
+from jkv.pools.base import Pool, PoolOptions, Scale, float_dtype, register
+from jkv.slots import LayerId, SlotIds, positive_int
 from pallas_kernels import codecs, scatter_mla
 
 
-def _scatter(buffers, loc, rows, scales, **options):
-    return (scatter_mla(*buffers, loc, *rows, scale=scales[0], **options),)
+def _scatter(buffers: tuple, loc: Any, rows: tuple, scales: tuple, **options: Any) -> tuple:
+    return (scatter_mla(buffers[0], loc, *rows, scale=scales[0], **options),)
 
 
 @register
@@ -28,7 +29,7 @@ class MLATokenToKVPool(Pool):
         *,
         size: int,
         page_size: int,
-        dtype,
+        dtype: Any,
         kv_lora_rank: int,
         qk_rope_head_dim: int,
         layer_num: int,
@@ -64,7 +65,7 @@ class MLATokenToKVPool(Pool):
         """Elements of the rotary part of a row."""
         return self.layout.buffers[0].parts[1]
 
-    def set_kv_buffer(self, layer_id, loc, cache_k, k_scale=None) -> Self:
+    def set_kv_buffer(self, layer_id: LayerId, loc: SlotIds, cache_k: ArrayLike, k_scale: Scale = None) -> Self:
         """Writes whole rows of N tokens to their slots; padding and ids out of range are dropped.
 
         Args:
@@ -83,7 +84,14 @@ class MLATokenToKVPool(Pool):
         rows = {"cache_k": (cache_k, self.layout.buffers[0].width)}
         return self._store(f"set_kv_buffer ({self.label})", _scatter, layer_id, loc, rows, {"k_scale": k_scale})
 
-    def set_mla_kv_buffer(self, layer_id, loc, cache_k_nope, cache_k_rope, k_scale=None) -> Self:
+    def set_mla_kv_buffer(
+        self,
+        layer_id: LayerId,
+        loc: SlotIds,
+        cache_k_nope: ArrayLike,
+        cache_k_rope: ArrayLike,
+        k_scale: Scale = None,
+    ) -> Self:
         """As `set_kv_buffer`, the row in its two parts: `[N, 1, kv_lora_rank]` and `[N, 1, qk_rope_head_dim]`."""
         rows = {
             "cache_k_nope": (cache_k_nope, self.kv_lora_rank),
@@ -91,7 +99,9 @@ class MLATokenToKVPool(Pool):
         }
         return self._store(f"set_mla_kv_buffer ({self.label})", _scatter, layer_id, loc, rows, {"k_scale": k_scale})
 
-    def get_kv(self, layer_id, loc, k_scale=None, dst_dtype=None) -> tuple[jax.Array, jax.Array]:
+    def get_kv(
+        self, layer_id: LayerId, loc: SlotIds, k_scale: Scale = None, dst_dtype: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Rows of N slots, any rank's, and their first `kv_lora_rank` columns (the value); zeros for ids out of range.
 
         Args:
@@ -111,7 +121,9 @@ class MLATokenToKVPool(Pool):
         row = codecs.from_words(words, self.dtype, scale, dst_dtype)
         return row, row[..., : self.kv_lora_rank]
 
-    def get_mla_kv_buffer(self, layer_id, loc, dst_dtype=None, k_scale=None) -> tuple[jax.Array, jax.Array]:
+    def get_mla_kv_buffer(
+        self, layer_id: LayerId, loc: SlotIds, dst_dtype: Any = None, k_scale: Scale = None
+    ) -> tuple[jax.Array, jax.Array]:
         """As `get_kv`, the row in its two parts: `[N, 1, kv_lora_rank]` and `[N, 1, qk_rope_head_dim]`."""
         door = f"get_mla_kv_buffer ({self.label})"
         scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
@@ -121,6 +133,6 @@ class MLATokenToKVPool(Pool):
             codecs.from_words(rope, self.dtype, scale, dst_dtype),
         )
 
-    def _decode(self, words) -> tuple[jax.Array, jax.Array]:
+    def _decode(self, words: tuple) -> tuple[jax.Array, jax.Array]:
         row = codecs.from_words(words[0], self.dtype)
         return row, row[..., : self.kv_lora_rank]

@@ -1,17 +1,21 @@
 """scatter_rows: rows of any array into any array, by slot id."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from pallas_kernels import dispatch, index
 
 
 def scatter_rows(
-    cache,
-    loc,
-    rows,
+    cache: ArrayLike,
+    loc: Any,
+    rows: ArrayLike,
     *,
     dcp_size: int = 1,
-    dcp_rank=0,
+    dcp_rank: Any = 0,
     interleave: int = 1,
     skip_slot: int | None = None,
     implementation: str | None = None,
@@ -37,7 +41,7 @@ def scatter_rows(
     Raises:
       TypeError: `loc` is not of signed integers. ValueError: shapes that do not fit, or an unknown implementation.
     """
-    loc = index.as_slot_ids(loc, "scatter_rows")
+    cache, rows, loc = jnp.asarray(cache), jnp.asarray(rows), index.as_slot_ids(loc, "scatter_rows")
     expected = (loc.shape[0], *cache.shape[1:])
     if rows.shape != expected:
         raise ValueError(f"scatter_rows: rows must have shape {expected}, got {rows.shape}")
