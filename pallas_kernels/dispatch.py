@@ -16,11 +16,11 @@ from jax import lax
 # op -> its implementations, one module `pallas_kernels.<op>.<name>` each, with a function of the op's name. A kernel's
 # module also has `unsupported(*args, **options)`: why its function cannot take these arguments, or None.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "scatter_kv": ("xla",),
-    "scatter_mla": ("xla",),
-    "scatter_rows": ("xla",),
-    "gather_rows": ("xla",),
-    "move_rows": ("xla",),
+    "scatter_kv": ("triton", "xla"),
+    "scatter_mla": ("triton", "xla"),
+    "scatter_rows": ("triton", "xla"),
+    "gather_rows": ("triton", "xla"),
+    "move_rows": ("triton", "xla"),
 }
 
 
@@ -124,6 +124,13 @@ def refusal(op: str, implementation: str, *args: Any, device_kind: str | None = 
         raise ValueError(f"{op} has no implementation {implementation!r}; there is {', '.join(IMPLEMENTATIONS[op])}")
     if implementation == "xla":
         return None if options.get("config") is None else "config is for the GPU kernels"
+    return unavailable(implementation, device_kind) or _module(op, implementation).unsupported(*args, **options)
+
+
+def unavailable(implementation: str, device_kind: str | None = None) -> str | None:
+    """Why `implementation` cannot run anything with this JAX, or on that chip ("NVIDIA A100"), or None."""
+    if implementation == "xla":
+        return None
     backend = _BACKENDS[implementation]
     if jax.__version_info__[:2] < backend.oldest_jax:
         return f"it needs JAX {'.'.join(map(str, backend.oldest_jax))}, this is {jax.__version__}"
@@ -134,7 +141,7 @@ def refusal(op: str, implementation: str, *args: Any, device_kind: str | None = 
     capability = compute_capability(device_kind)
     if capability is not None and capability < backend.compute_capability:
         return f"{device_kind} has compute capability {capability / 10}, it needs {backend.compute_capability / 10}"
-    return _module(op, implementation).unsupported(*args, **options)
+    return None
 
 
 def supports(op: str, implementation: str, *args: Any, device_kind: str | None = None, **options: Any) -> bool:
@@ -194,7 +201,23 @@ def for_gpu(kind: str = "NVIDIA A100") -> contextlib.AbstractContextManager:
 
     JAX 0.11 and newer refuse to lower a Pallas kernel without a device kind.
     """
-    if device_kind() is not None:
+    if not _tells_kind() or device_kind() is not None:
         return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh().update(abstract_device=device))
+
+
+def result_type(shape: tuple[int, ...], dtype: Any, axes: frozenset) -> Any:
+    """For `pallas_call`'s out_shape: a result that varies over these axes of a shard_map; made outside of `for_gpu`.
+
+    It keeps the mesh that is in force here, so that what follows the kernel finds its own mesh in its arguments.
+    """
+    varying, mesh = jax.sharding.ManualAxisType(varying=axes), jax.sharding.get_abstract_mesh()
+    if not _tells_kind() or mesh.empty:
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=varying)
+
+
+def _tells_kind() -> bool:
+    return jax.__version_info__ >= (0, 11)
