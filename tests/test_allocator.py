@@ -309,6 +309,14 @@ def test_any_id_of_a_page_frees_the_page_once():
     assert allocator.available_size() == 32
 
 
+def test_ids_of_several_pages_may_come_in_any_order():
+    allocator = f4()
+    allocator.alloc(64)
+    allocator.free([8, 4, 9, 5, 8])
+    assert allocator.available_size() == 8
+    assert ids(allocator.alloc(8)) == list(range(4, 12))
+
+
 def test_a_thousand_random_cycles_lose_nothing():
     allocator, rng, live = f4(), np.random.default_rng(0), []
     for _ in range(1000):
@@ -341,6 +349,19 @@ def test_a_free_group_is_hidden_until_it_ends(make: Callable[[], Allocator]):
     allocator.free_group_end()
     assert allocator.available_size() == 2 * page
     assert ids(allocator.alloc(page)) == list(range(page, 2 * page))
+
+
+@pytest.mark.parametrize("pages", [16, 1000])
+def test_what_a_group_holds_is_not_among_what_is_merged(pages: int):
+    allocator = PagedTokenToKVPoolAllocator(pages * 4, 4)
+    slots = allocator.alloc(pages * 4)
+    allocator.free(slots[20:24])
+    allocator.free_group_begin()
+    allocator.free(slots[8:16])
+    assert ids(allocator.alloc(4)) == [24, 25, 26, 27]
+    assert allocator.alloc(4) is None
+    allocator.free_group_end()
+    assert ids(allocator.alloc(8)) == list(range(12, 20))
 
 
 @pytest.mark.parametrize("make", [f1, f4])
@@ -462,9 +483,12 @@ def test_a_backup_inside_a_group_holds_the_group():
     state = allocator.backup_state()
     allocator.free(slots[4:8])
     allocator.free_group_end()
+    for _ in range(2):
+        allocator.restore_state(state)
+        with pytest.raises(ValueError, match="open already"):
+            allocator.free_group_begin()
+        allocator.free(slots[8:12])
     allocator.restore_state(state)
-    with pytest.raises(ValueError, match="open already"):
-        allocator.free_group_begin()
     allocator.free_group_end()
     assert allocator.available_size() == 52
 
@@ -551,6 +575,13 @@ def test_the_precondition_of_a_partly_filled_page():
     assert ids(allocator.alloc_extend([5], [6], [12])) == [13]
 
 
+def test_the_last_page_can_be_filled_up():
+    allocator = f4()
+    allocator.alloc(60)
+    assert ids(allocator.alloc_extend([0], [2], [-1])) == [64, 65]
+    assert ids(allocator.alloc_decode([3], [65])) == [66]
+
+
 def test_a_request_that_does_not_grow_takes_nothing_beside_one_that_does():
     allocator = f4()
     allocator.alloc_extend([0], [2], [-1])
@@ -605,7 +636,9 @@ def test_fingerprints_tell_states_and_geometries_apart():
     assert len(seen) == 8  # F1 and a paged pool of 8 single ids are one geometry
     allocator.free(slots[4:])
     other = f4()
-    other.free(np.concatenate([other.alloc(8)[4:], [4]]))  # given back in another order: the same from here on
+    slots = other.alloc(8)
+    other.free(slots[4:])  # given back in another order: the same from here on
+    other.free(slots[:4])
     assert allocator.fingerprint() == other.fingerprint()
 
 

@@ -113,6 +113,7 @@ def test_extend_slots_refuses(arguments: tuple, error: type[Exception], match: s
         ),
         (([6, 3], [8, 8], [9], 4), ValueError, "decode_slots: last_loc of requests 1"),
         (([7, 7], [9, 9], [9], 4), ValueError, "last_loc of requests 0, 1 lie on one page"),
+        (([7, 7, 6], [9, 5, 8], [9], 4), ValueError, "last_loc of requests 0, 2 lie on one page"),
         (([6], [8, 8], [9], 4), ValueError, "decode_slots: last_loc must have length 1, got 2"),
         ((["6"], [9], [9], 4), TypeError, "decode_slots: seq_lens must hold signed integers"),
         (([6], [9], [9], 0), ValueError, "decode_slots: page_size must be at least 1"),

@@ -36,7 +36,9 @@ def test_rows_are_handed_out_once_and_row_0_never():
 
 def test_returned_rows_and_slots_are_the_callers_own():
     pool = ReqToTokenPool(4, 8)
-    pool.alloc(1)[:] = 3
+    rows = pool.alloc(1)
+    assert rows.flags.owndata
+    rows[:] = 3
     assert pool.alloc(1).tolist() == [2]
     pool.write(1, 0, [5, 6, 7])
     pool.read(1, 0, 3)[:] = 9
@@ -75,7 +77,9 @@ def test_the_table_can_only_be_changed_by_writing():
 def test_a_freed_rows_slots_cannot_be_read_by_its_next_owner():
     pool, row = pool_with_a_row()
     pool.write(row, 2, [16, 17, 18])
+    pool.write(row, 0, [19])
     pool.write_each([2], [7], [20])
+    pool.write_each([2], [1], [21])
     pool.free([row, 2])
     assert not pool.req_to_token.any()
     rows = pool.alloc(4)
