@@ -16,9 +16,12 @@ def integer(value: Any, where: str, name: str, *, low: int, high: int | None = N
     Raises:
       ValueError: not an integer (a bool is not one either), or outside.
     """
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool | np.bool_):
         raise ValueError(f"{where}: {name} must be an integer, got {value!r}")
-    number = operator.index(value)
     if number < low:
         raise ValueError(f"{where}: {name} must be at least {low}, got {number}")
     if high is not None and number > high:
@@ -39,7 +42,10 @@ def signed_array(
       TypeError: not signed integers.
       ValueError: not 1-D, or of another length.
     """
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as ragged:
+        raise ValueError(f"{where}: {name} must have shape [n], got rows of different lengths") from ragged
     if array.size == 0 and not hasattr(value, "dtype"):
         array = array.astype(np.int64)
     if array.dtype.kind != "i":

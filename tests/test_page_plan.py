@@ -91,6 +91,8 @@ def test_an_empty_batch_takes_nothing():
         (([0], [2], [-1], [9], 2**31), ValueError, "page_size must be at most 2147483647, got 2147483648"),
         (([0], [2], [-1], [9], 4.0), ValueError, "page_size must be an integer, got 4.0"),
         (([0], [2], [-1], [9], True), ValueError, "page_size must be an integer, got True"),
+        (([0], [2], [-1], [9], np.array([4])), ValueError, r"page_size must be an integer, got array\(\[4\]\)"),
+        (([0], [2], [-1], [[9], [8, 7]], 4), ValueError, r"free_pages must have shape \[n\], got rows of different"),
     ],
 )
 def test_extend_slots_refuses(arguments: tuple, error: type[Exception], match: str):
