@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from property_cases import CONSTANT_SCALES, LAYERS, PAGE, SIZE, Case, N, same_bits, step
@@ -105,11 +106,19 @@ class Run:
             self.coverage[f"id: {kind}"] += 1
         return np.array(out, self.case.ids)
 
-    def rows(self, rng: np.random.Generator, loc: np.ndarray, kinds: list[str]) -> dict[str, np.ndarray]:
+    def rows(
+        self, rng: np.random.Generator, loc: np.ndarray, kinds: list[str], scales: dict[str, Any]
+    ) -> dict[str, np.ndarray]:
         """Rows for a write at `loc`. Rows with padding ids are NaN every other time."""
         out = {}
         for name, shape in self.case.row_shapes().items():
             values = (rng.standard_normal((N, *shape)) * np.exp2(rng.integers(-12, 10, (N, *shape)))).astype(np.float32)
+            scale = scales.get("v_scale" if name == "v" else "k_scale")
+            if scale is not None:  # every other value divides to a tie between two codes, or one ulp beside it
+                codes = 2 ** jnp.finfo(self.case.dtype).nmant
+                ties = (rng.integers(codes, 2 * codes, values.shape) + 0.5) / codes
+                ties *= np.exp2(rng.integers(-4, 6, values.shape))
+                values[..., ::2] = (ties.astype(np.float32) * np.float32(scale))[..., ::2]
             for n, kind in enumerate(kinds):
                 row = values[n].reshape(-1)
                 spot = rng.integers(row.size)
@@ -117,7 +126,7 @@ class Run:
                     row[:] = np.nan
                 elif kind != "normal":
                     row[spot] = {"nan": np.nan, "infinite": -np.inf, "huge": 6e4, "tiny": 2**-24}[kind]
-            out[name] = values.astype(jax.numpy.dtype(self.case.source))
+            out[name] = values.astype(jnp.dtype(self.case.source))
         return out
 
     # What the probes must say. One list of patterns a door, in the order of the doors; empty where it finds nothing.
@@ -186,14 +195,13 @@ class Run:
         op = "set" if case.kind == "mha" else op
         self.coverage[f"op: {op}"] += 1
         names = {"set_mla": ("nope", "rope")}.get(op, ("k", "v") if case.kind == "mha" else ("k",))
-        writes = []
+        writes, scales = [], self.scales(k_scale, v_scale)
         for n, (written, off, drawn, kinds) in enumerate(layers):
             layer = case.start_layer + (off if off is not None and case.traced_layers else n)
             self.coverage["layer: not held"] += self.model.layer_index(layer) is None
             loc = self.ids(drawn) if written else np.full(N, case.padding_slot, case.ids)
-            rows = self.rows(rng, loc, kinds)
+            rows = self.rows(rng, loc, kinds, scales)
             writes.append((layer, loc, {name: rows[name] for name in names}))
-        scales = self.scales(k_scale, v_scale)
         if case.eager:
             for write in writes:
                 self.write_eagerly(op, *write, scales)

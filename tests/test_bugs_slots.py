@@ -341,3 +341,20 @@ def test_a_buffer_of_more_than_2_to_the_31_elements_is_addressed_by_rows():
     assert np.asarray(k.astype(jnp.float32)).all()
     assert not np.asarray(after.k_buffer[0][:4]).any()
     assert not np.asarray(after.k_buffer[0][70_000:70_003]).any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int64"])
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_the_arithmetic_of_a_slot_space_is_wider_than_the_ids(dtype, array):
+    slots = jkv.SlotSpace(296, 4, 4)
+    for call in (
+        slots.owner,
+        slots.row,
+        lambda loc: slots.slot(loc, 3),
+        lambda loc: slots.localize(loc, 1),
+        lambda loc: slots.localize_compact(loc, 1),
+        lambda lens: slots.local_lens(lens, 1),
+        lambda lens: slots.local_lens(lens, 1, lens),
+    ):
+        expected = call(np.array([5, 100, 127], np.int32))
+        np.testing.assert_array_equal(call(array(np.array([5, 100, 127], dtype))), expected)

@@ -71,22 +71,24 @@ def dropped_by_minus_one_only(loc, rows, *, skip_slot=None, **options):
     return jnp.where(ok, row_of(loc, options["dcp_size"], options["interleave"]) % rows, -1)
 
 
-def without_clamp(rows, dtype, scale=None):
+def without_clamp(rows, dtype, scale=None, divide=codecs.exact_div):
     """Casts to FP8 as XLA does: NaN or infinity past the finite range."""
     if scale is not None:
-        rows = codecs.exact_div(rows, scale)
+        rows = divide(rows, scale)
     return jax.lax.bitcast_convert_type(rows.astype(dtype), codecs.word_dtype(dtype))
 
 
-def without_scale(rows, dtype, scale=None, *, to_words=codecs.to_words, **options):
+def without_scale(rows, dtype, scale=None, *divide, to_words=codecs.to_words):
     """Drops the scale at the write."""
     del scale
-    return to_words(rows, dtype, **options)
+    return to_words(rows, dtype, None, *divide)
 
 
-def by_reciprocal(x, divisor):
+def by_reciprocal(rows, dtype, scale=None, *divide, to_words=codecs.to_words):
     """Multiplies by 1 / scale."""
-    return x.astype(jnp.float32) * (1 / jnp.asarray(divisor, jnp.float32).reshape(()))
+    if scale is not None:
+        rows = rows.astype(jnp.float32) * (1 / jnp.asarray(scale, jnp.float32).reshape(()))
+    return to_words(rows, dtype, None, *divide)
 
 
 def probes_one_rank(loc, label, *, bound, probe=checks.probe_ids, **options):
@@ -114,7 +116,7 @@ MUTANTS = {
     "rows are not fetched from other ranks": (index, "sum_rows", lambda rows, axis: rows),
     "FP8 does not saturate": (codecs, "to_words", without_clamp),
     "the scale is dropped": (codecs, "to_words", without_scale),
-    "the scale is a reciprocal": (codecs, "exact_div", by_reciprocal),
+    "the scale is a reciprocal": (codecs, "to_words", by_reciprocal),
     "no probe of ids": (checks, "probe_ids", lambda *args, **options: None),
     "no probe of rows": (checks, "probe_rows", lambda *args, **options: None),
     "no probe of layers": (checks, "probe_layer", lambda *args, **options: None),
