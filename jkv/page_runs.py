@@ -1,19 +1,9 @@
-"""Slots that make up whole pages: from page numbers to slot ids and back."""
+"""Slots that make up whole pages."""
 
 import numpy as np
 import numpy.typing as npt
 
 from jkv.host_ids import named
-
-Pages = npt.NDArray[np.int32]
-Slots = npt.NDArray[np.int32]
-
-
-def slots_of_pages(pages: Pages, page: int) -> Slots:
-    """int32 `[n * page]`: the ids of pages `[n]`, page by page."""
-    slots: Slots = np.repeat(pages * np.int32(page), page).reshape(-1, page)
-    slots += np.arange(page, dtype=np.int32)
-    return slots.reshape(-1)
 
 
 def first_slots(ids: npt.NDArray[np.int64], page: int, where: str, name: str) -> npt.NDArray[np.int64]:
@@ -27,8 +17,8 @@ def first_slots(ids: npt.NDArray[np.int64], page: int, where: str, name: str) ->
     bad = (first % page != 0) | (runs != first[:, None] + np.arange(page)).any(axis=1)
     if bad.any():
         raise ValueError(
-            f"{where}: {name} must be whole pages of {page} consecutive ids from a multiple of {page}; what stands at "
-            f"{named(np.flatnonzero(bad) * page)} starts with ids {named(first[bad])} and is none"
+            f"{where}: {name} must be whole pages of {page} consecutive ids from a multiple of {page}, unlike those at "
+            f"positions {named(np.flatnonzero(bad) * page)}, which start with ids {named(first[bad])}"
         )
     ordered = np.sort(first)
     twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])

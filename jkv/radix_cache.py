@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from jkv.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from jkv.host_ids import int_array, integer, named
-from jkv.page_runs import Pages, Slots, first_slots, slots_of_pages
+from jkv.host_ids import int_array, integer, named, signed_array
+from jkv.page_runs import first_slots
 from jkv.radix_events import PagesRemoved, PagesStored, page_hashes
 from jkv.radix_queue import EvictionQueue
-from jkv.radix_tree import Node, RadixTree
+from jkv.radix_tree import Node, RadixTree, Slots
 
 
 class Match(NamedTuple):
@@ -104,11 +104,11 @@ class RadixCache:
           ValueError: `token_ids` are not 1-D.
         """
         where = "match_prefix (RadixCache)"
-        tokens = int_array(token_ids, where, "token_ids")
+        tokens = signed_array(token_ids, where, "token_ids")
         found = self._tree.find(tokens, _hashable(extra_key, where))
         node = self._tree.cut(found)
         self._touch(found.nodes)
-        return Match(slots_of_pages(self._tree.pages_of(found), self.alloc_page_size), node)
+        return Match(self._tree.slots_of(found), node)
 
     def insert(self, token_ids: npt.ArrayLike, slots: npt.ArrayLike, extra_key: Hashable = None) -> int:
         """Adds the whole pages of a sequence; they count as used now.
@@ -131,7 +131,7 @@ class RadixCache:
           ValueError: lengths that differ, or slots that are not as above; they are named, and nothing has changed.
         """
         where, page = "insert (RadixCache)", self.alloc_page_size
-        tokens = int_array(token_ids, where, "token_ids")
+        tokens = signed_array(token_ids, where, "token_ids")
         ids = int_array(slots, where, "slots", length=tokens.size)
         extra_key = _hashable(extra_key, where)
         whole = tokens.size // page * page
@@ -140,31 +140,30 @@ class RadixCache:
         idle = ~self.allocator._pages.in_use(np.where(inside, first // page, 0))
         if idle.any():
             raise ValueError(f"{where}: slots holds pages that are not in use, starting at ids {named(first[idle])}")
-        pages = (first // page).astype(np.int32)
         found = self._tree.find(tokens, extra_key)
         known = found.length // page
-        duplicates = pages[:known][pages[:known] != self._tree.pages_of(found)]
-        new = pages[known:]
-        for mine in (duplicates, new):
-            if (held := self._holds[mine]).any():
+        duplicates = first[:known][first[:known] != self._tree.slots_of(found)[::page]]
+        for mine in (duplicates, first[known:]):
+            if (held := self._holds[mine // page]).any():
                 raise ValueError(
                     f"{where}: slots holds pages that the cache has for other tokens, starting at ids "
-                    f"{named(mine[held] * page)}"
+                    f"{named(mine[held])}"
                 )
         parent = self._tree.cut(found)
         self._touch(found.nodes)
         if duplicates.size:
-            self.allocator.free(duplicates * page)
-        if new.size:
-            leaf = self._tree.add(parent, extra_key, tokens[found.length : whole], new)
+            self.allocator.free(duplicates)
+        if whole > found.length:
+            new = slice(found.length, whole)
+            leaf = self._tree.add(parent, extra_key, tokens[new].copy(), ids[new].astype(np.int32))
             leaf.last_use = self._clock
-            self._holds[new] = True
+            self._holds[first[known:] // page] = True
             self._total += leaf.tokens.size
             self._queue.push(leaf)
             if self._events is not None:
                 before = None if parent.hashes is None else int(parent.hashes[-1])
                 leaf.hashes = page_hashes(leaf.tokens, page, before)
-                self._events.append(PagesStored(extra_key, leaf.hashes, before, leaf.tokens))
+                self._events.append(PagesStored(extra_key, leaf.hashes, before, leaf.tokens.astype(np.int64)))
         return found.length
 
     def evict(self, num_tokens: int) -> int:
@@ -180,10 +179,10 @@ class RadixCache:
           ValueError: `num_tokens` is negative or not an integer.
         """
         wanted = integer(num_tokens, "evict (RadixCache)", "num_tokens", low=0)
-        freed, pages = 0, []
+        freed, pages = 0, []  # of each page its first id
         while freed < wanted and (leaf := self._queue.pop()):
             freed += leaf.tokens.size
-            pages.append(leaf.pages)
+            pages.append(leaf.slots[:: self.alloc_page_size])
             self._queue.push(self._tree.remove(leaf))
             self._note_removed(leaf)
         if pages:
@@ -228,9 +227,7 @@ class RadixCache:
         for node in self._tree.clear():
             self._note_removed(node)
         self._queue.clear()
-        pages = np.flatnonzero(self._holds).astype(np.int32)
-        if pages.size:
-            self._give_back(pages)
+        self._give_back(np.flatnonzero(self._holds) * self.alloc_page_size)
 
     def take_events(self) -> list[PagesStored | PagesRemoved]:
         """What has been stored and removed since the last call, in order.
@@ -248,10 +245,11 @@ class RadixCache:
         for node in nodes:
             node.last_use = self._clock
 
-    def _give_back(self, pages: Pages) -> None:
-        self._holds[pages] = False
-        self._total -= pages.size * self.alloc_page_size
-        self.allocator.free(pages * self.alloc_page_size)
+    def _give_back(self, first: npt.NDArray[np.integer]) -> None:
+        """Frees pages, given by their first ids."""
+        self._holds[first // self.alloc_page_size] = False
+        self._total -= first.size * self.alloc_page_size
+        self.allocator.free(first)
 
     def _note_removed(self, node: Node) -> None:
         if self._events is not None and node.hashes is not None:

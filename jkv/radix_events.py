@@ -24,7 +24,7 @@ class PagesStored(NamedTuple):
       extra_key: the tree that they are in.
       page_hashes: uint64 `[n]`, see `page_hashes`.
       parent_hash: hash of the page in front of the first, None where that starts the sequence.
-      token_ids: int64 `[n * page]`, read-only.
+      token_ids: int64 `[n * page]`.
     """
 
     extra_key: Hashable

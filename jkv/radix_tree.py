@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jkv.page_runs import Pages
-
-Tokens = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.signedinteger]
+Slots = npt.NDArray[np.int32]
 
 
 class Node:
@@ -25,8 +24,8 @@ class Node:
       children: by `key`.
       key: the tokens of the first page as bytes; below the root together with `extra_key`.
       extra_key: the tree that the node is in.
-      tokens: int64 `[n * page]`.
-      pages: int32 `[n]`, the page that holds each page of `tokens`.
+      tokens: `[n * page]`, in the integer dtype that they came in: nothing is widened to be compared.
+      slots: int32 `[n * page]`, the slot of each token.
       hashes: uint64 `[n]` where events are on, else None.
       lock_ref: locks on this node and below it.
       held: locks on this very node.
@@ -36,7 +35,7 @@ class Node:
     """
 
     __slots__ = (
-        *("parent", "children", "key", "extra_key", "tokens", "pages", "hashes"),
+        *("parent", "children", "key", "extra_key", "tokens", "slots", "hashes"),
         *("lock_ref", "held", "last_use", "serial", "queued"),
     )
 
@@ -44,8 +43,8 @@ class Node:
         self.parent: Any = parent  # Node | None, but None only where nobody climbs
         self.key, self.extra_key, self.serial = key, extra_key, serial
         self.children: dict[Any, Node] = {}
-        self.tokens: Tokens = np.empty(0, np.int64)
-        self.pages: Pages = np.empty(0, np.int32)
+        self.tokens: Tokens = np.empty(0, np.int32)
+        self.slots: Slots = np.empty(0, np.int32)
         self.hashes: npt.NDArray[np.uint64] | None = None
         self.lock_ref = self.held = self.last_use = 0
         self.queued = False
@@ -78,7 +77,7 @@ class RadixTree:
         return Node(parent, key, extra_key, self._serials)
 
     def _key(self, parent: Node, extra_key: Hashable, tokens: Tokens, at: int) -> Any:
-        first = tokens[at : at + self.page].tobytes()
+        first = tokens[at : at + self.page].astype(np.int64).tobytes()
         return (extra_key, first) if parent is self.root else first
 
     def find(self, tokens: Tokens, extra_key: Hashable) -> Found:
@@ -100,10 +99,9 @@ class RadixTree:
                 break
         return Found(nodes, at)
 
-    def pages_of(self, found: Found) -> Pages:
-        """int32 `[length // page]`: the pages that hold what was found."""
-        pages = np.concatenate([node.pages for node in found.nodes] or [self.root.pages])
-        return pages[: found.length // self.page]
+    def slots_of(self, found: Found) -> Slots:
+        """int32 `[length]`: the slots that hold what was found, the caller's own memory."""
+        return np.concatenate([node.slots for node in found.nodes] or [self.root.slots])[: found.length]
 
     def cut(self, found: Found) -> Node:
         """The node that ends where `found` does (the root where nothing was), split off if need be."""
@@ -119,21 +117,21 @@ class RadixTree:
         parent: Node = node.parent
         head = self._new(parent, node.key, node.extra_key)
         head.lock_ref, head.last_use = node.lock_ref, node.last_use
-        pages = length // self.page
         # Copies: a small part must not keep a long array alive.
-        head.tokens, node.tokens = _frozen(node.tokens[:length]), _frozen(node.tokens[length:])
-        head.pages, node.pages = node.pages[:pages].copy(), node.pages[pages:].copy()
+        head.tokens, node.tokens = node.tokens[:length].copy(), node.tokens[length:].copy()
+        head.slots, node.slots = node.slots[:length].copy(), node.slots[length:].copy()
         if node.hashes is not None:
+            pages = length // self.page
             head.hashes, node.hashes = node.hashes[:pages].copy(), node.hashes[pages:].copy()
         parent.children[node.key] = head
         node.parent, node.key = head, self._key(head, node.extra_key, node.tokens, 0)
         head.children[node.key] = node
         return head
 
-    def add(self, parent: Node, extra_key: Hashable, tokens: Tokens, pages: Pages) -> Node:
-        """A new leaf below `parent`, none of whose children starts with the same page. `tokens` are copied."""
+    def add(self, parent: Node, extra_key: Hashable, tokens: Tokens, slots: Slots) -> Node:
+        """A new leaf below `parent`, none of whose children starts with the same page. The arrays are kept."""
         node = self._new(parent, self._key(parent, extra_key, tokens, 0), extra_key)
-        node.tokens, node.pages = _frozen(tokens), pages
+        node.tokens, node.slots = tokens, slots
         parent.children[node.key] = node
         return node
 
@@ -164,10 +162,3 @@ class RadixTree:
                 return None
             node = node.parent
         return nodes
-
-
-def _frozen(tokens: Tokens) -> Tokens:
-    """A copy that nobody can write to: it goes out in events too."""
-    tokens = tokens.copy()
-    tokens.flags.writeable = False
-    return tokens

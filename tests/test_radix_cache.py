@@ -159,7 +159,7 @@ def test_a_small_part_does_not_keep_a_long_array_alive():
     node = cache.match_prefix(A).node
     for end in node, cache.match_prefix(A + B + C).node:
         assert end.tokens.base is None
-        assert end.pages.base is None
+        assert end.slots.base is None
 
 
 # Whose pages are whose
@@ -487,8 +487,8 @@ def test_a_stored_event_says_what_was_stored_and_keeps_it():
     assert (first.extra_key, first.parent_hash, first.page_hashes.tolist()) == (None, None, hashes[:1].tolist())
     assert (second.extra_key, second.parent_hash, second.page_hashes.tolist()) == (None, hashes[0], hashes[1:].tolist())
     assert second.token_ids.tolist() == B
-    with pytest.raises(ValueError, match="read-only"):
-        second.token_ids[0] = 5
+    second.token_ids[:] = 5  # the receiver's own
+    assert len(matched(cache, A + B)) == 8
     assert cache.take_events() == []
 
 
@@ -528,9 +528,9 @@ def test_events_are_taken_only_where_they_are_noted():
     ("slots", "message"),
     [
         ([20, 21, 22, 23, 24, 25, 26], "slots must have length 8, got 7"),
-        ([21, 22, 23, 24, 28, 29, 30, 31], "whole pages of 4 .* stands at 0 starts with ids 21 and is none"),
-        ([20, 21, 22, 23, 28, 29, 31, 30], "whole pages of 4 .* stands at 4 starts with ids 28 and is none"),
-        ([20, 20, 20, 20, 28, 28, 28, 28], "whole pages of 4 .* stands at 0, 4 starts with ids 20, 28 and is none"),
+        ([21, 22, 23, 24, 28, 29, 30, 31], "whole pages of 4 .* at positions 0, which start with ids 21"),
+        ([20, 21, 22, 23, 28, 29, 31, 30], "whole pages of 4 .* at positions 4, which start with ids 28"),
+        ([20, 20, 20, 20, 28, 28, 28, 28], "whole pages of 4 .* at positions 0, 4, which start with ids 20, 28"),
         ([20, 21, 22, 23, 60, 61, 62, 63], "slots holds pages that are not in use, starting at ids 60"),
         ([0, 1, 2, 3, 20, 21, 22, 23], "slots holds pages that are not in use, starting at ids 0"),
         ([-4, -3, -2, -1, 68, 69, 70, 71], "slots holds pages that are not in use, starting at ids -4, 68"),
