@@ -1,0 +1,186 @@
+"""Which columns of which rows a kernel moves, whether it can, and in which way."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import codecs
+from pallas_kernels.codecs import fp8_cast
+from pallas_kernels.dispatch import KernelConfig
+
+THREADS = 128  # of a warpgroup, which is a block
+IN_FLIGHT_BYTES = 256  # of a thread, at most: 64 of its registers
+_ACCESS_BYTES = 16  # of the widest access
+_FEW_ROWS = 1024  # up to here latency counts, beyond it bandwidth
+_BATCH_BYTES = 16 << 10  # of a staged batch, about: some 12 blocks of a multiprocessor fit its shared memory
+_SHARED_BYTES = 192 << 10  # of a block, at most
+_MOST_ROWS = 32  # of a batch: each has an id to be read, and a barrier
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """A dense array `[N, width]`, and which columns of a buffer's rows it holds.
+
+    Attributes:
+      buffer: index of the buffer.
+      start, width: the columns, in elements. row_width: of the buffer's rows.
+      dense_bytes, buffer_bytes: of an element.
+    """
+
+    buffer: int
+    start: int
+    width: int
+    row_width: int
+    dense_bytes: int
+    buffer_bytes: int
+
+    def vector(self, staged: bool) -> int:
+        """Elements of an access: 16 bytes, of the narrower side where both are accessed, or what the columns allow."""
+        least = self.dense_bytes if staged else min(self.dense_bytes, self.buffer_bytes)
+        return math.gcd(_ACCESS_BYTES // least, self.width, self.start, self.row_width)
+
+    def fill(self, staged: bool) -> int:
+        """The fewest rows whose elements all threads of a block share out evenly."""
+        elements = THREADS * self.vector(staged)
+        return elements // math.gcd(elements, self.width)
+
+    def pieces(self, staged: bool) -> Iterator[tuple[int, int]]:
+        """Start and length of the parts of a row that all threads, or a power of two of them, share out evenly."""
+        vector = self.vector(staged)
+        start, left = 0, self.width // vector
+        most = IN_FLIGHT_BYTES // 4 // (vector * self.dense_bytes) * THREADS
+        while left:
+            vectors = min(left // THREADS * THREADS, most) or 1 << (left.bit_length() - 1)
+            yield start, vectors * vector
+            start, left = start + vectors * vector, left - vectors
+
+    @property
+    def bulk(self) -> bool:
+        """Whether bulk copies can move them: multiples of 16 bytes."""
+        sizes = (
+            self.width * self.dense_bytes,
+            *(x * self.buffer_bytes for x in (self.width, self.start, self.row_width)),
+        )
+        return not any(size % _ACCESS_BYTES for size in sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Rows to scatter: `[N, ...]` floats (or words) that become the columns of a buffer from `start` on.
+
+    Attributes:
+      rows: the array, or a `jax.ShapeDtypeStruct`.
+      buffer: index of the buffer, which holds words of `dtype` in rows of `row_width`.
+      scale: None, or a float32 scalar that divides.
+    """
+
+    rows: Any
+    buffer: int
+    start: int
+    row_width: int
+    dtype: Any
+    scale: Any = None
+
+    @property
+    def cast(self) -> bool:
+        """Whether elements change; their bits are copied otherwise. (Infinities of e5m2 become finite.)"""
+        return self.scale is not None or self.rows.dtype != jnp.dtype(self.dtype) or self.rows.dtype == jnp.float8_e5m2
+
+    def columns(self, lead: int = 1) -> Columns:
+        """What the rows are behind their first `lead` axes."""
+        width = math.prod(self.rows.shape[lead:])
+        sizes = self.rows.dtype.itemsize, jnp.dtype(self.dtype).itemsize
+        return Columns(self.buffer, self.start, width, self.row_width, *sizes)
+
+    def dense(self, lead: int = 1) -> jax.Array:
+        """The rows as the kernel reads them, one axis each: floats where it casts, else words."""
+        return flat(self.rows if self.cast else to_words(self.rows), lead)
+
+    def encode(self, values: Any, scale: Any) -> Any:
+        """What `dense` holds as words of the buffer; inside the kernel."""
+        if not self.cast:
+            return values
+        if codecs.is_fp8(self.dtype):
+            return fp8_cast.encode(values, self.dtype, scale)
+        if codecs.is_fp8(values.dtype):  # which the chip converts to few types
+            values = values.astype(jnp.float32)
+        return lax.bitcast_convert_type(values.astype(self.dtype), codecs.word_dtype(self.dtype))
+
+
+def flat(array: jax.Array, lead: int) -> jax.Array:
+    """The axes behind the first `lead` as one."""
+    return array.reshape(*array.shape[:lead], -1)
+
+
+def to_words(array: jax.Array) -> jax.Array:
+    """The same memory as unsigned words: free on CUDA, where it is a view."""
+    return lax.bitcast_convert_type(array, codecs.word_dtype(array.dtype))
+
+
+def refusal(columns: Sequence[Columns], config: KernelConfig | None) -> str | None:
+    """Why the kernels cannot move these columns so, or None."""
+    config = config or KernelConfig()
+    if config.warps is not None:
+        return "config.warps is for triton; here a block is one warpgroup"
+    if config.stages not in (None, 0, 1):
+        return f"config.stages must be 0 (straight to the rows) or 1 (through shared memory), got {config.stages}"
+    if config.rows is not None and not 0 < config.rows <= _MOST_ROWS:
+        return f"config.rows must lie within 1 and {_MOST_ROWS}, got {config.rows}"
+    if config.stages == 1 and not all(c.bulk for c in columns):
+        return f"config.stages: bulk copies move multiples of {_ACCESS_BYTES} bytes, not columns like these"
+    if config.stages == 1 and (config.rows or 1) * _row_bytes(columns) > _SHARED_BYTES:
+        return f"{config.rows or 1} rows of {_row_bytes(columns)} bytes do not fit {_SHARED_BYTES} of shared memory"
+    return None
+
+
+def refusal_of_words(array: Any) -> str | None:
+    """Why the kernels cannot move the elements of `array` as unsigned words, or None."""
+    dtype = jnp.dtype(array.dtype)
+    info = (
+        jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else None
+    )
+    if info is None or info(dtype).bits not in (8, 16, 32):
+        return f"it moves numbers of 1, 2 or 4 bytes, not {dtype}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Rows of a batch, and the way that they take."""
+
+    rows: int
+    way: Literal["straight", "tile", "bulk"]
+
+
+def plan(columns: Sequence[Columns], n: int, config: KernelConfig, *, tile: bool) -> Plan:
+    """The heuristic, where `config` leaves it open.
+
+    Args:
+      tile: whether the dense rows of a batch may be loaded as one tile: they are read, and all of them.
+    """
+    row_bytes, rows = _row_bytes(columns), config.rows
+    staged = config.stages == 1
+    if config.stages is None:
+        can = all(c.bulk for c in columns) and (rows or 1) * row_bytes <= _SHARED_BYTES
+        staged = n > _FEW_ROWS and can and any(c.fill(staged=False) > 1 for c in columns)
+    if not staged:
+        return Plan(min(n, rows or (1 if n <= 2 * _FEW_ROWS else 4)), "straight")
+    fill = math.lcm(*(c.fill(staged=True) for c in columns))
+    tile &= fill <= _MOST_ROWS
+    if rows is None:
+        rows = fill if tile else 1
+        while rows * row_bytes < _BATCH_BYTES and rows * 2 <= _MOST_ROWS:
+            rows *= 2
+    rows = min(n, rows)
+    tile_bytes = rows * sum(c.width * c.dense_bytes for c in columns)
+    return Plan(rows, "tile" if tile and rows % fill == 0 and tile_bytes <= THREADS * IN_FLIGHT_BYTES else "bulk")
+
+
+def _row_bytes(columns: Sequence[Columns]) -> int:
+    """Of shared memory for a row; one that is cast is there twice."""
+    return sum(c.width * (c.buffer_bytes + (c.dense_bytes if c.dense_bytes != c.buffer_bytes else 0)) for c in columns)
