@@ -1,4 +1,4 @@
-"""What the triton kernels share: rows between dense arrays and the buffers of a pool, as tiles of Pallas' Triton backend.
+"""What the triton kernels share: rows between dense arrays and buffers, as tiles of Pallas' Triton backend.
 
 A program moves a few rows. It loads their slot ids, finds which of the rows are here, loads all their words and then
 stores them, every access masked by that test. A tile is `[rows, words]` with a power of two of words, so that a row of

@@ -243,6 +243,10 @@ _ITEM = {"u8": 1, "s8": 1, "pred": 1, "u16": 2, "bf16": 2, "f16": 2, "u32": 4, "
 _ITEM |= {"f8e4m3fn": 1, "f8e5m2": 1}
 
 
+# Of a Triton kernel in the compiled module's text.
+_GRID = r"grid_x = (\d+)[^,]*, grid_y = (\d+)[^,]*, grid_z = 1[^,]*, .*?name = \"(\w+)\""
+
+
 def facts(lowered: Any, buffers: list[int], dump: pathlib.Path) -> dict[str, Any]:
     """Compiles, and says what came out. `buffers`: bytes of each."""
     before, log = set(os.listdir(dump)), tempfile.TemporaryFile()  # noqa: SIM115
@@ -275,6 +279,7 @@ def facts(lowered: Any, buffers: list[int], dump: pathlib.Path) -> dict[str, Any
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
         "kernels": re.findall(r"custom_call_target=\"(__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)\"", text),
+        "grids": {m[3]: (int(m[1]), int(m[2])) for m in re.finditer(_GRID, text)},
         "whole": whole,
         "ptx": {name: body for name, body in entries.items() if re.match(r"(scatter|gather|move)_", name)},
         "others": sorted(name for name in entries if not re.match(r"(scatter|gather|move)_", name)),

@@ -1,4 +1,4 @@
-"""Calls of the ops with the rows of real models: what the numeric suite, the compiled proofs and the benchmarks share."""
+"""Calls of the ops with the rows of real models: for the numeric suite, the compiled proofs and the benchmarks."""
 
 import dataclasses
 from typing import Any

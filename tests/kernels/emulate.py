@@ -1,0 +1,115 @@
+"""The compiled kernels of `aot` calls, run by `ptx` on the CPU, against the NumPy model."""
+
+import dataclasses
+from typing import Any
+
+import aot
+import jax.numpy as jnp
+import numpy as np
+import ptx
+import specs
+from calls import random_rows
+from model import place, words
+
+SCALE = np.float32(0.37)
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Bytes of the rows that belong here, and bytes that the kernel loaded and stored to move them."""
+
+    rows: int
+    loaded: int
+    stored: int
+
+
+def spec_of(call: aot.Call) -> specs.Rows:
+    return next(r for r in (*specs.KV, *specs.MLA) if r.name == call.rows)
+
+
+def ids(call: aot.Call, rng: np.random.Generator) -> np.ndarray:
+    """As many as the call has, of every kind, the last rows of the last rank among them; good ones distinct."""
+    bound = call.size * ranks(call)
+    bad = [0, -1, -bound, bound, bound + 1, 2**31 - 1, -(2**31)]
+    good = [1, 2, bound - 1, bound - 2, bound // 2, bound // 2 + 1, bound // 3, bound // 5]
+    more = np.unique(rng.integers(3, bound // 8, 2 * call.n))
+    drawn = [*bad, *good, *rng.permutation(more[~np.isin(more, good)])][: call.n]
+    return rng.permutation(np.array(drawn, np.int32))
+
+
+def ranks(call: aot.Call) -> int:
+    return 1 if call.where == "alone" else aot.RANKS
+
+
+def scatter(call: aot.Call, facts: dict[str, Any], rank: int, seed: int = 0) -> Traffic:
+    """Runs a `scatter_kv` or `scatter_mla` (not stacked) on one rank.
+
+    Raises:
+      AssertionError: a byte of a buffer is not what the model says. ptx.Fault: the kernel left an array.
+    """
+    rng, rows = np.random.default_rng(seed), spec_of(call)
+    loc = ids(call, rng)
+    values = [random_rows(rng, (call.n, *part), rows.source) for part in rows.parts]
+    buffers = [ptx.Array(size) for size in facts["buffers"]]
+    kernel = ptx.Kernel(facts["ptx"][call.op])
+    scalars = [np.int32(rank)] * (call.where != "alone") + [SCALE] * (len(rows.parts) if rows.scaled else 0)
+    given = [ptx.Array.of(np.atleast_1d(x)) for x in (loc, *scalars, *values)]
+    kernel.run([*given, *buffers, *buffers], facts["grids"][call.op])
+
+    mla = rows in specs.MLA
+    pieces = [[words(v, rows.stored, SCALE if rows.scaled else None).reshape(call.n, -1)] for v in values]
+    if mla:
+        pieces = [[piece[0] for piece in pieces]]
+    wanted, moved = [ptx.Array(size) for size in facts["buffers"]], 0
+    for i, slot in enumerate(loc):
+        where = place(int(slot), call.size, ranks(call), 1, 0)
+        if where is None or where[0] != rank:
+            continue
+        for array, piece in zip(wanted, pieces, strict=True):
+            data = np.concatenate([part[i] for part in piece]).view(np.uint8)
+            array.put(where[1] * len(data), data)
+        moved += sum(v[i].nbytes for v in values)
+    cast = rows.stored if rows.source != rows.stored or rows.scaled else None
+    for i, (got, want) in enumerate(zip(buffers, wanted, strict=True)):
+        for at in sorted({*got.touched(), *want.touched()}):
+            _same(got.bytes(at, ptx.PAGE), want.bytes(at, ptx.PAGE), cast, f"{call.label}: buffer {i}, byte {at}")
+    dense = given[1 + len(scalars) :]
+    return Traffic(moved, sum(a.loaded for a in dense), sum(a.stored for a in buffers))
+
+
+def gather(call: aot.Call, facts: dict[str, Any], rank: int, seed: int = 0) -> Traffic:
+    """Runs a `gather_rows` (not stacked) on one rank, of buffers with random rows where the ids point."""
+    rng, rows = np.random.default_rng(seed), spec_of(call)
+    loc = ids(call, rng)
+    item = rows.word.itemsize
+    parts = [heads * width * item for heads, width in rows.parts]
+    widths = [sum(parts)] if rows in specs.MLA else parts
+    buffers = [ptx.Array(size) for size in facts["buffers"]]
+    outs = [ptx.Array(call.n * width) for width in parts]
+    wanted, moved = [np.zeros((call.n, width), np.uint8) for width in widths], 0
+    for i, slot in enumerate(loc):
+        where = place(int(slot), call.size, ranks(call), 1, None)
+        if where is None or where[0] != rank:
+            continue
+        for array, want in zip(buffers, wanted, strict=True):
+            want[i] = rng.integers(1, 256, want.shape[1], np.uint8)
+            array.put(where[1] * want.shape[1], want[i])
+            moved += want.shape[1]
+    scalars = [np.int32([rank])] * (call.where != "alone")
+    given = [ptx.Array.of(x) for x in (loc, *scalars)]
+    ptx.Kernel(facts["ptx"][call.op]).run([*given, *buffers, *outs], facts["grids"][call.op])
+    if rows in specs.MLA:
+        wanted = np.split(wanted[0], np.cumsum(parts)[:-1], axis=1)
+    for i, (out, want) in enumerate(zip(outs, wanted, strict=True)):
+        _same(out.bytes(0, out.size), want.reshape(-1), None, f"{call.label}: result {i}")
+    return Traffic(moved, sum(a.loaded for a in buffers), sum(a.stored for a in outs))
+
+
+def _same(got: np.ndarray, want: np.ndarray, cast: str | None, what: str) -> None:
+    differs = got != want
+    if cast is not None:
+        values = [x.view(jnp.dtype(cast)).astype(np.float32) for x in (got, want)]
+        both = np.isnan(values[0]) & np.isnan(values[1])
+        differs &= ~np.repeat(both, jnp.dtype(cast).itemsize)
+    at = np.flatnonzero(differs)
+    assert not len(at), f"{what} on: {len(at)} bytes differ, the first at {at[0]}: {got[at[0]]} not {want[at[0]]}"
