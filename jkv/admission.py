@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jkv.host_ids import int_array, integer, named
+from jkv.page_plan import new_pages
 from jkv.slots import SlotSpace
 
 
@@ -141,8 +142,7 @@ class Admission:
         return max(0, pages - available // page) * page
 
     def _pages(self, prefix: npt.NDArray[np.int64], seq: npt.NDArray[np.int64]) -> int:
-        page = self.slots.alloc_page_size
-        return int((-(-seq // page) + (-prefix // page)).sum())
+        return int(new_pages(prefix, seq, self.slots.alloc_page_size).sum())
 
     def _prompt_len(self, value: int, where: str) -> int:
         prompt_len = integer(value, where, "prompt_len", low=0)

@@ -147,6 +147,23 @@ class _PageAllocator:
         ids = int_array(loc, where, "loc")
         self._pages.give_back(self._pages.items_of(ids, self.alloc_page_size, where, "loc", distinct=self._one_id_once))
 
+    def in_use(self, loc: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Whether the page of each slot id is handed out now: not freed since, to an open free group neither.
+
+        Args:
+          loc: int `[n]`, any ids. Those that are never handed out, out of range or on the padding page, are not in use.
+
+        Returns:
+          bool `[n]`.
+
+        Raises:
+          TypeError: `loc` does not hold signed integers.
+          ValueError: `loc` is not 1-D.
+        """
+        ids = int_array(loc, self._where("in_use"), "loc")
+        inside = (ids >= self.alloc_page_size) & (ids < self.bound)
+        return self._pages.in_use(np.where(inside, ids // self.alloc_page_size, 0))  # item 0 is reserved: not in use
+
     def free_group_begin(self) -> None:
         """Opens a free group: what is freed from now on becomes available together, at `free_group_end`.
 

@@ -24,6 +24,11 @@ class Plan(NamedTuple):
     tail: _Wide  # slots taken of the last new page
 
 
+def new_pages(prefix: _Wide, seq: _Wide, page: int) -> _Wide:
+    """Pages that requests take as they grow from `prefix` to `seq` tokens, beyond the ones that they have: `[n]`."""
+    return -(-seq // page) + (-prefix // page)  # rounds up without a sum that could overflow
+
+
 def _plan(where: str, prefix: _Wide, seq: _Wide, last: _Wide, page: int) -> Plan:
     """Splits each request's new positions `[prefix, seq)` into the rest of its last page and new pages."""
     filled = prefix % page
@@ -44,8 +49,7 @@ def _plan(where: str, prefix: _Wide, seq: _Wide, last: _Wide, page: int) -> Plan
         raise ValueError(
             f"{where}: last_loc of requests {named(requests)} lie on one page: they would be given the same slots"
         )
-    # -(-a // b) rounds up without a sum that could overflow.
-    return Plan(last_page, last + 1, partial, -(-seq // page) + (-prefix // page), (seq - 1) % page + 1)
+    return Plan(last_page, last + 1, partial, new_pages(prefix, seq, page), (seq - 1) % page + 1)
 
 
 def pages_needed(plan: Plan, available: int) -> int | None:

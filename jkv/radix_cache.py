@@ -136,8 +136,7 @@ class RadixCache:
         extra_key = _hashable(extra_key, where)
         whole = tokens.size // page * page
         first = first_slots(ids[:whole], page, where, "slots")
-        inside = (first >= page) & (first < self.allocator.bound)
-        idle = ~self.allocator._pages.in_use(np.where(inside, first // page, 0))
+        idle = ~self.allocator.in_use(first)
         if idle.any():
             raise ValueError(f"{where}: slots holds pages that are not in use, starting at ids {named(first[idle])}")
         found = self._tree.find(tokens, extra_key)

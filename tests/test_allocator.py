@@ -309,6 +309,34 @@ def test_any_id_of_a_page_frees_the_page_once():
     assert allocator.available_size() == 32
 
 
+@pytest.mark.parametrize("make", [f1, f4, d4])
+def test_in_use_follows_each_page_from_its_allocation_to_its_release(make: Callable[[], Allocator]):
+    allocator = make()
+    page = allocator.alloc_page_size
+    every = np.arange(-page, allocator.bound + page)  # ids below and above the space, and the padding page too
+    taken = allocator.alloc(2 * page)
+    assert every[allocator.in_use(every)].tolist() == ids(taken)
+    allocator.free(taken[:page])
+    assert every[allocator.in_use(every)].tolist() == ids(taken[page:])
+    allocator.free_group_begin()
+    allocator.free(taken[page:])
+    assert not allocator.in_use(every).any()  # held for release: nobody's
+    allocator.free_group_end()
+    assert not allocator.in_use(every).any()
+    taken = allocator.alloc(allocator.capacity)
+    assert allocator.in_use(every).sum() == allocator.capacity
+    assert allocator.in_use(taken[::-1]).all()
+    assert allocator.in_use([]).shape == (0,)
+    assert allocator.in_use([]).dtype == bool
+
+
+def test_in_use_refuses_what_are_no_ids():
+    with pytest.raises(TypeError, match=r"in_use \(TokenToKVPoolAllocator\): loc must hold signed integers .* float64"):
+        f1().in_use([1.0])
+    with pytest.raises(ValueError, match=r"in_use \(PagedTokenToKVPoolAllocator\): loc must have shape \[n\]"):
+        f4().in_use([[4]])
+
+
 def test_ids_of_several_pages_may_come_in_any_order():
     allocator = f4()
     allocator.alloc(64)

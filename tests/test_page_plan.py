@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jkv.page_plan import decode_slots, extend_slots
+from jkv.page_plan import decode_slots, extend_slots, new_pages
 
 CASES = json.loads((pathlib.Path(__file__).parent / "data" / "index_math.json").read_text())
 
@@ -42,6 +42,17 @@ def test_decode_slots_hands_out_what_sglang_does(case: dict[str, Any]):
     assert (ids(slots), used) == (case["out"], case["pages_used"])
     if used:
         assert decode_slots(*arguments[:2], case["free_pages"][: used - 1], case["page_size"]) == (None, 0)
+
+
+def test_new_pages_are_counted_beyond_the_page_that_is_filled_up():
+    for page in (1, 4, 7):
+        grid = [(prefix, seq) for prefix in range(30) for seq in range(prefix, 30)]
+        prefix, seq = np.array(grid, np.int64).T
+        # A token takes a page where its position is the first of one.
+        expected = [sum(position % page == 0 for position in range(*span)) for span in grid]
+        assert new_pages(prefix, seq, page).tolist() == expected
+    huge = np.array([2**63 - 1])
+    assert new_pages(huge - 9, huge, 8).tolist() == [1]
 
 
 def test_extending_reads_no_page_that_it_does_not_use():
