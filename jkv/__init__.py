@@ -1,5 +1,6 @@
 """KV-cache pools for JAX serving: one slot space, every write and read under decode context parallelism."""
 
+from jkv.admission import Admission as Admission
 from jkv.allocator import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
 from jkv.allocator import TokenToKVPoolAllocator as TokenToKVPoolAllocator
 from jkv.checked import checked_jit as checked_jit
@@ -19,6 +20,10 @@ from jkv.page_plan import extend_slots as extend_slots
 from jkv.pools.base import export_disabled_checks as export_disabled_checks
 from jkv.pools.mha import MHATokenToKVPool as MHATokenToKVPool
 from jkv.pools.mla import MLATokenToKVPool as MLATokenToKVPool
+from jkv.radix_cache import Match as Match
+from jkv.radix_cache import RadixCache as RadixCache
+from jkv.radix_events import PagesRemoved as PagesRemoved
+from jkv.radix_events import PagesStored as PagesStored
 from jkv.request import ReqToTokenPool as ReqToTokenPool
 from jkv.slots import SlotSpace as SlotSpace
 from jkv.slots import pad_slots as pad_slots

@@ -22,8 +22,10 @@ RUN_TIME = {"jax", "chex", "numpy", "flatbuffers", *LIBRARY} | sys.stdlib_module
 SHIM = "jkv._shim"
 # Shared by every op of pallas_kernels; an op is any other folder.
 KERNEL_COMMON = {"pallas_kernels.index", "pallas_kernels.codecs", "pallas_kernels.dispatch"}
+# What the kernels of one backend share, and only they may import.
+BACKENDS = {"pallas_kernels.triton", "pallas_kernels.mosaic"}
 # What stands above the pools, and what a pool must therefore not know.
-ABOVE_POOLS = {"jkv", "jkv.allocator", "jkv.request", "jkv.testing"}
+ABOVE_POOLS = {"jkv", "jkv.allocator", "jkv.request", "jkv.admission", "jkv.radix_cache", "jkv.testing"}
 
 
 @functools.cache
@@ -75,7 +77,7 @@ def test_kernels_know_nothing_of_the_pools():
 
 
 def test_an_op_imports_only_itself_and_what_all_ops_share():
-    ops = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/__init__.py")} - {"codecs"}
+    ops = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/__init__.py")} - {"codecs", "mosaic"}
     assert ops
     for module, tree in modules("pallas_kernels").items():
         if module == "pallas_kernels":
@@ -83,6 +85,7 @@ def test_an_op_imports_only_itself_and_what_all_ops_share():
         folder = ".".join(module.split(".")[:2])
         allowed = {folder} if within(module, *KERNEL_COMMON) else {folder, *KERNEL_COMMON}
         allowed |= {"pallas_kernels.index"} if module != "pallas_kernels.index" else set()
+        allowed |= {backend for backend in BACKENDS if module.split(".")[-1] == backend.split(".")[-1]}
         extra = {name for name in project_imports(module, tree) if not within(name, *allowed)}
         assert not extra, f"{module} imports {extra}"
 
