@@ -27,7 +27,8 @@ def gather_rows(buffers, loc, *, layer, split, **options):
 
 def unsupported(buffers, loc, *, layer=None, split=None, config=None, **options):
     reasons = filter(None, map(mosaic.refusal_of_words, buffers))
-    return next(reasons, None) or mosaic.refusal(_columns(buffers, layer, split), config)
+    columns = _columns(buffers, layer, split)
+    return next(reasons, None) or mosaic.refusal(columns, config, buffers, loc, layer, options)
 
 
 def _lead(layer):

@@ -30,7 +30,7 @@ def gather(
     """
     layers = (buffers[0].shape[0],) if isinstance(layer, slice) else ()
     out = [jax.ShapeDtypeStruct((*layers, loc.shape[0], c.width), buffers[c.buffer].dtype) for c in columns]
-    if loc.shape[0] == 0:
+    if any(o.size == 0 for o in out):
         return tuple(jnp.zeros(o.shape, o.dtype) for o in out)
     launch = Launch(columns, loc, buffers[0], layer, config, tile=False, **slots)
     count, way = launch.plan.rows, launch.plan.way

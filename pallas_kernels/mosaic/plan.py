@@ -16,7 +16,8 @@ from pallas_kernels.dispatch import KernelConfig
 THREADS = 128  # of a warpgroup, which is a block
 IN_FLIGHT_BYTES = 256  # of a thread, at most: 64 of its registers
 _ACCESS_BYTES = 16  # of the widest access
-_FEW_ROWS = 1024  # up to here latency counts, beyond it bandwidth
+_FEW_ROWS = 256  # up to here latency counts, and not that threads repeat each other's accesses
+_BLOCKS = 264  # at least, before a block takes more rows: two for each multiprocessor of an H200
 _BATCH_BYTES = 16 << 10  # of a staged batch, about: some 12 blocks of a multiprocessor fit its shared memory
 _SHARED_BYTES = 192 << 10  # of a block, at most
 _MOST_ROWS = 32  # of a batch: each has an id to be read, and a barrier
@@ -29,7 +30,7 @@ class Columns:
     Attributes:
       buffer: index of the buffer.
       start, width: the columns, in elements. row_width: of the buffer's rows.
-      dense_bytes, buffer_bytes: of an element.
+      dense_bytes, buffer_bytes: of an element. cast: whether elements change on their way.
     """
 
     buffer: int
@@ -38,6 +39,7 @@ class Columns:
     row_width: int
     dense_bytes: int
     buffer_bytes: int
+    cast: bool = False
 
     def vector(self, staged: bool) -> int:
         """Elements of an access: 16 bytes, of the narrower side where both are accessed, or what the columns allow."""
@@ -95,7 +97,7 @@ class Source:
         """What the rows are behind their first `lead` axes."""
         width = math.prod(self.rows.shape[lead:])
         sizes = self.rows.dtype.itemsize, jnp.dtype(self.dtype).itemsize
-        return Columns(self.buffer, self.start, width, self.row_width, *sizes)
+        return Columns(self.buffer, self.start, width, self.row_width, *sizes, self.cast)
 
     def dense(self, lead: int = 1) -> jax.Array:
         """The rows as the kernel reads them, one axis each: floats where it casts, else words."""
@@ -122,9 +124,11 @@ def to_words(array: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(array, codecs.word_dtype(array.dtype))
 
 
-def refusal(columns: Sequence[Columns], config: KernelConfig | None) -> str | None:
-    """Why the kernels cannot move these columns so, or None."""
+def refusal(columns: Sequence[Columns], config: KernelConfig | None, *operands: Any) -> str | None:
+    """Why the kernels cannot move these columns of `operands` (trees of arrays, or of what stands for them), or None."""
     config = config or KernelConfig()
+    if any(_varies(x) for x in jax.tree.leaves(operands)):
+        return "in a shard_map with check_vma=True JAX hands such a kernel no reference to what varies over its axes"
     if config.warps is not None:
         return "config.warps is for triton; here a block is one warpgroup"
     if config.stages not in (None, 0, 1):
@@ -136,6 +140,11 @@ def refusal(columns: Sequence[Columns], config: KernelConfig | None) -> str | No
     if config.stages == 1 and (config.rows or 1) * _row_bytes(columns) > _SHARED_BYTES:
         return f"{config.rows or 1} rows of {_row_bytes(columns)} bytes do not fit {_SHARED_BYTES} of shared memory"
     return None
+
+
+def _varies(x: Any) -> bool:
+    """Whether `x` is an array that varies over an axis of a shard_map that checks them."""
+    return isinstance(x, jax.Array) and bool(jax.typeof(x).manual_axis_type.varying)
 
 
 def refusal_of_words(array: Any) -> str | None:
@@ -168,13 +177,14 @@ def plan(columns: Sequence[Columns], n: int, config: KernelConfig, *, tile: bool
     if config.stages is None:
         can = all(c.bulk for c in columns) and (rows or 1) * row_bytes <= _SHARED_BYTES
         staged = n > _FEW_ROWS and can and any(c.fill(staged=False) > 1 for c in columns)
+    spread = max(1, n // _BLOCKS)
     if not staged:
-        return Plan(min(n, rows or (1 if n <= 2 * _FEW_ROWS else 4)), "straight")
+        return Plan(min(n, rows or min(spread, 4)), "straight")
     fill = math.lcm(*(c.fill(staged=True) for c in columns))
-    tile &= fill <= _MOST_ROWS
+    tile &= fill <= min(spread if rows is None else rows, _MOST_ROWS)
     if rows is None:
         rows = fill if tile else 1
-        while rows * row_bytes < _BATCH_BYTES and rows * 2 <= _MOST_ROWS:
+        while rows * row_bytes < _BATCH_BYTES and rows * 2 <= min(spread, _MOST_ROWS):
             rows *= 2
     rows = min(n, rows)
     tile_bytes = rows * sum(c.width * c.dense_bytes for c in columns)
@@ -182,5 +192,5 @@ def plan(columns: Sequence[Columns], n: int, config: KernelConfig, *, tile: bool
 
 
 def _row_bytes(columns: Sequence[Columns]) -> int:
-    """Of shared memory for a row; one that is cast is there twice."""
-    return sum(c.width * (c.buffer_bytes + (c.dense_bytes if c.dense_bytes != c.buffer_bytes else 0)) for c in columns)
+    """Of shared memory for a row; what is cast is there twice."""
+    return sum(c.width * (c.buffer_bytes + c.cast * c.dense_bytes) for c in columns)

@@ -33,9 +33,10 @@ def scatter(
       layer: None, an index that may be traced, or a slice for all: then the sources' rows are `[layers, N, ...]`.
       slots: the keywords of `index.local_row`.
     """
-    if loc.shape[0] == 0:
-        return tuple(buffers)
     lead = 2 if isinstance(layer, slice) else 1
+    sources = [source for source in sources if source.rows.size]
+    if not sources:
+        return tuple(buffers)
     columns = [source.columns(lead) for source in sources]
     some = slots["dcp_size"] > 1  # of a batch's rows are this rank's
     launch = Launch(columns, loc, buffers[0], layer, config, tile=not some, **slots)

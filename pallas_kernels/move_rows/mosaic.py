@@ -30,7 +30,7 @@ def move_rows(buffers, tgt_loc, src_loc, *, stacked, axis_name, skip_slot, **opt
 def unsupported(buffers, tgt_loc, src_loc, *, stacked=False, config=None, **options):
     columns = _columns(buffers, stacked)
     reasons = (mosaic.refusal_of_words(buffer) for buffer in buffers)
-    return next(filter(None, reasons), None) or mosaic.refusal(columns, config)
+    return next(filter(None, reasons), None) or mosaic.refusal(columns, config, buffers, tgt_loc, src_loc, options)
 
 
 def _columns(buffers, stacked):

@@ -10,7 +10,8 @@ def scatter_kv(k_buffer, v_buffer, loc, k, v, *, dtype, k_scale, v_scale, **opti
 
 
 def unsupported(k_buffer, v_buffer, loc, k, v, *, dtype, k_scale=None, v_scale=None, config=None, **options):
-    return mosaic.refusal([source.columns() for source in _sources(k, v, dtype, k_scale, v_scale)], config)
+    columns = [source.columns() for source in _sources(k, v, dtype, k_scale, v_scale)]
+    return mosaic.refusal(columns, config, k_buffer, v_buffer, loc, k, v, k_scale, v_scale, options)
 
 
 def _sources(k, v, dtype, k_scale, v_scale):

@@ -10,7 +10,8 @@ def scatter_mla(kv_buffer, loc, nope, rope, *, dtype, scale, **options):
 
 
 def unsupported(kv_buffer, loc, nope, rope=None, *, dtype, scale=None, config=None, **options):
-    return mosaic.refusal([source.columns() for source in _sources(nope, rope, dtype, scale)], config)
+    columns = [source.columns() for source in _sources(nope, rope, dtype, scale)]
+    return mosaic.refusal(columns, config, kv_buffer, loc, nope, rope, scale, options)
 
 
 def _sources(nope, rope, dtype, scale):

@@ -21,7 +21,9 @@ def scatter_rows(cache, loc, rows, **options):
 
 
 def unsupported(cache, loc, rows, *, config=None, **options):
-    return mosaic.refusal_of_words(cache) or mosaic.refusal([_source(cache, rows).columns()], config)
+    return mosaic.refusal_of_words(cache) or mosaic.refusal(
+        [_source(cache, rows).columns()], config, cache, loc, rows, options
+    )
 
 
 def _source(cache, rows):
