@@ -155,6 +155,31 @@ def test_padded_rows_of_nan_leave_the_padding_slot_zero_through_every_writer(dty
         assert np.isfinite(product).all()
 
 
+def test_nan_in_a_live_row_is_reported_by_every_writer_and_written():
+    k, nan = rows(2, 1, 8), np.array([[[1.0]], [[np.nan]]], np.float32)
+    heads = np.repeat(rows(2, 1, 4), 2, axis=1)
+    writers = {
+        "set_kv_buffer (MHA), layer 0: 1 of 2 rows of cache_k": lambda: mha().set_kv_buffer(
+            0, ids(0, 6), heads * nan, heads
+        ),
+        "set_kv_buffer (MHA), layer 0: 1 of 2 rows of cache_v": lambda: mha().set_kv_buffer(
+            0, ids(0, 6), heads, heads * nan
+        ),
+        "set_kv_buffer (MLA), layer 0: 1 of 2 rows of cache_k": lambda: mla().set_kv_buffer(0, ids(0, 6), k * nan),
+        "set_mla_kv_buffer (MLA), layer 0: 1 of 2 rows of cache_k_nope": lambda: mla().set_mla_kv_buffer(
+            0, ids(0, 6), k[..., :6] * nan, k[..., 6:]
+        ),
+        "set_mla_kv_buffer (MLA), layer 0: 1 of 2 rows of cache_k_rope": lambda: mla().set_mla_kv_buffer(
+            0, ids(0, 6), k[..., :6], k[..., 6:] * nan
+        ),
+    }
+    for message, writer in writers.items():
+        with pytest.raises(jkv.KVIndexError, match=re.escape(f"{message} hold NaN; first at slot id 6")):
+            writer()
+        with jkv.enable_checks(False):
+            assert any(np.isnan(row.view(np.float32)).any() for row in row_of(writer(), 6))
+
+
 def test_a_full_pool_survives_a_padded_row():
     # K02: the last row is a live one, not a sentinel for padding
     for padding_slot in (0, -1):
@@ -275,6 +300,18 @@ def test_admission_counts_pages_that_are_as_wide_as_the_group():
     assert allocator.alloc_extend([0, 0, 0], [1, 1, 1], [-1, -1, -1]) is None
     assert allocator.available_size() == 32
     assert allocator.alloc_extend([0, 0], [1, 1], [-1, -1]) is not None
+
+
+def test_a_request_may_be_longer_than_one_ranks_share():
+    # K04: 20 tokens on four ranks of 8; a bound of 8 refuses it, one of 128 (the factor twice) lets in what cannot fit
+    admission = jkv.Admission(jkv.SlotSpace(8, 4, 4), context_len=1000)
+    assert admission.max_request_len == 31
+    assert admission.max_new_tokens(20) == 12
+    allocator = jkv.PagedTokenToKVPoolAllocator(8, 4, dcp_size=4)
+    assert admission.can_admit(20, allocator.available_size())
+    assert allocator.alloc_extend([0], [20], [-1]) is not None
+    with pytest.raises(ValueError, match=r"prompt_len 32 passes max_request_len 31"):
+        admission.can_admit(32, 32)
 
 
 # K11: duplicate ids.
