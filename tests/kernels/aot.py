@@ -6,6 +6,7 @@ reads a list of `Call`s and prints a fact sheet for each: memory, kernels and wh
 module, and the PTX of each kernel. Needs jax's CUDA plugin of the same version, without its libraries or a driver.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,6 +14,7 @@ import pathlib
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -293,6 +295,29 @@ def _bytes(dtype: str, dims: str) -> int:
     return size
 
 
+@contextlib.contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """The library with a fault in it."""
+    if fault is None:
+        yield
+        return
+    import jax
+
+    from pallas_kernels import triton
+
+    if fault != "32-bit offset":
+        raise ValueError(f"no fault {fault!r}")
+    kept = triton._word_bytes, triton.refusal
+    triton._word_bytes = lambda buffers, columns, lead: [b.dtype.itemsize for b in buffers]
+    triton.refusal = lambda *args: None
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        triton._word_bytes, triton.refusal = kept
+        jax.clear_caches()
+
+
 def main(chip: str) -> None:
     """Reads calls, prints facts."""
     dump = pathlib.Path(tempfile.mkdtemp(prefix="jkv-aot-"))
@@ -303,7 +328,8 @@ def main(chip: str) -> None:
         call = Call(**plain)
         try:
             program = Program(call, chip)
-            lowered = program.lower()
+            with planted(call.plant):
+                lowered = program.lower()
             results.append(facts(lowered, program.buffers, dump))
         except Exception as error:  # it is the test's to judge
             results.append({"error": f"{type(error).__name__}: {error}"})

@@ -42,24 +42,27 @@ def ranks(call: aot.Call) -> int:
 
 
 def scatter(call: aot.Call, facts: dict[str, Any], rank: int, seed: int = 0) -> Traffic:
-    """Runs a `scatter_kv` or `scatter_mla` (not stacked) on one rank.
+    """Runs a `scatter_kv`, `scatter_mla` or `scatter_rows` (not stacked) on one rank.
 
     Raises:
       AssertionError: a byte of a buffer is not what the model says. ptx.Fault: the kernel left an array.
     """
     rng, rows = np.random.default_rng(seed), spec_of(call)
     loc = ids(call, rng)
-    values = [random_rows(rng, (call.n, *part), rows.source) for part in rows.parts]
+    scaled, cast = rows.scaled, rows.stored if rows.source != rows.stored or rows.scaled else None
+    if call.op == "scatter_rows":
+        shape = call.n, sum(heads * width for heads, width in rows.parts[: 1 + (rows in specs.MLA)])
+        values, scaled, cast = [rng.integers(1, 256, shape, rows.word)], False, None
+        pieces = [values]
+    else:
+        values = [random_rows(rng, (call.n, *part), rows.source) for part in rows.parts]
+        encoded = [words(v, rows.stored, SCALE if scaled else None).reshape(call.n, -1) for v in values]
+        pieces = [encoded] if rows in specs.MLA else [[piece] for piece in encoded]
     buffers = [ptx.Array(size) for size in facts["buffers"]]
-    kernel = ptx.Kernel(facts["ptx"][call.op])
-    scalars = [np.int32(rank)] * (call.where != "alone") + [SCALE] * (len(rows.parts) if rows.scaled else 0)
+    scalars = [np.int32(rank)] * (call.where != "alone") + [SCALE] * (len(values) if scaled else 0)
     given = [ptx.Array.of(np.atleast_1d(x)) for x in (loc, *scalars, *values)]
-    kernel.run([*given, *buffers, *buffers], facts["grids"][call.op])
+    ptx.Kernel(facts["ptx"][call.op]).run([*given, *buffers, *buffers], facts["grids"][call.op])
 
-    mla = rows in specs.MLA
-    pieces = [[words(v, rows.stored, SCALE if rows.scaled else None).reshape(call.n, -1)] for v in values]
-    if mla:
-        pieces = [[piece[0] for piece in pieces]]
     wanted, moved = [ptx.Array(size) for size in facts["buffers"]], 0
     for i, slot in enumerate(loc):
         where = place(int(slot), call.size, ranks(call), 1, 0)
@@ -69,12 +72,41 @@ def scatter(call: aot.Call, facts: dict[str, Any], rank: int, seed: int = 0) -> 
             data = np.concatenate([part[i] for part in piece]).view(np.uint8)
             array.put(where[1] * len(data), data)
         moved += sum(v[i].nbytes for v in values)
-    cast = rows.stored if rows.source != rows.stored or rows.scaled else None
-    for i, (got, want) in enumerate(zip(buffers, wanted, strict=True)):
-        for at in sorted({*got.touched(), *want.touched()}):
-            _same(got.bytes(at, ptx.PAGE), want.bytes(at, ptx.PAGE), cast, f"{call.label}: buffer {i}, byte {at}")
-    dense = given[1 + len(scalars) :]
-    return Traffic(moved, sum(a.loaded for a in dense), sum(a.stored for a in buffers))
+    _same_arrays(buffers, wanted, cast, call.label)
+    return Traffic(moved, sum(a.loaded for a in given[1 + len(scalars) :]), sum(a.stored for a in buffers))
+
+
+def move(call: aot.Call, facts: dict[str, Any], seed: int = 0) -> None:
+    """Runs a `move_rows` of every layer on one rank: its gather, then its scatter, of `loc + 1` to `loc`."""
+    rng, rows = np.random.default_rng(seed), spec_of(call)
+    loc, item = ids(call, rng), rows.word.itemsize
+    source = (loc.astype(np.int64) + 1).astype(np.int32)
+    parts = [heads * width * item for heads, width in rows.parts]
+    widths = ([sum(parts)] if rows in specs.MLA else parts) * (1 if call.stacked else 3)
+    layers = aot.LAYERS if call.stacked else 1
+    before, buffers, outs = [], [], []
+    for width in widths:
+        array = ptx.Array(layers * call.size * width)
+        for row in {int(x) for x in (*loc, *source) if 0 <= x < call.size}:
+            for layer in range(layers):
+                array.put((layer * call.size + row) * width, rng.integers(1, 256, width, np.uint8))
+        buffers.append(array)
+        before.append(array.copy())
+        outs.append(ptx.Array(layers * call.n * width))
+    ids_in = [ptx.Array.of(x) for x in (source, loc)]
+    ptx.Kernel(facts["ptx"]["gather_rows"]).run([ids_in[0], *buffers, *outs], facts["grids"]["gather_rows"])
+    kernel = ptx.Kernel(facts["ptx"]["scatter_rows"])
+    kernel.run([ids_in[1], *outs, *buffers, *buffers], facts["grids"]["scatter_rows"])
+    wanted = [array.copy() for array in before]
+    for to, at in zip(loc, source, strict=True):
+        if not 0 < to < call.size:
+            continue
+        for width, old, want in zip(widths, before, wanted, strict=True):
+            for layer in range(layers):
+                first = layer * call.size
+                data = old.bytes((first + int(at)) * width, width) if 0 <= at < call.size else np.zeros(width, np.uint8)
+                want.put((first + int(to)) * width, data)
+    _same_arrays(buffers, wanted, None, call.label)
 
 
 def gather(call: aot.Call, facts: dict[str, Any], rank: int, seed: int = 0) -> Traffic:
@@ -103,6 +135,12 @@ def gather(call: aot.Call, facts: dict[str, Any], rank: int, seed: int = 0) -> T
     for i, (out, want) in enumerate(zip(outs, wanted, strict=True)):
         _same(out.bytes(0, out.size), want.reshape(-1), None, f"{call.label}: result {i}")
     return Traffic(moved, sum(a.loaded for a in buffers), sum(a.stored for a in outs))
+
+
+def _same_arrays(arrays: list[ptx.Array], wanted: list[ptx.Array], cast: str | None, what: str) -> None:
+    for i, (got, want) in enumerate(zip(arrays, wanted, strict=True)):
+        for at in sorted({*got.touched(), *want.touched()}):
+            _same(got.bytes(at, ptx.PAGE), want.bytes(at, ptx.PAGE), cast, f"{what}: buffer {i}, byte {at}")
 
 
 def _same(got: np.ndarray, want: np.ndarray, cast: str | None, what: str) -> None:

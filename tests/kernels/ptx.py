@@ -64,6 +64,12 @@ class Array:
         whole = np.concatenate([self._page(page) for page in range(first, last + 1)])
         return whole[at - first * PAGE :][:size].copy()
 
+    def copy(self) -> "Array":
+        """Another array of the same bytes."""
+        new = Array(self.size)
+        new.pages = {page: data.copy() for page, data in self.pages.items()}
+        return new
+
     def touched(self) -> list[int]:
         """Offsets of the pages that hold anything but zeros."""
         return [page * PAGE for page, data in sorted(self.pages.items()) if data.any()]
@@ -88,7 +94,7 @@ class Kernel:
         self.labels: dict[str, int] = {}
         self.tables: dict[str, list[str]] = {}
         code = re.sub(r"//[^\n]*", "", text[text.index("{") + 1 : text.rindex("}")])
-        code = re.sub(r"(\$[\w$]+):", r"\1:;", code)
+        code = re.sub(r"^([\w$]+):(?!\s*\.branchtargets)", r"\1:;", code, flags=re.MULTILINE)
         for statement in self._statements(code):
             self._parse(statement)
 
@@ -99,11 +105,8 @@ class Kernel:
     def _parse(self, text: str) -> None:
         if text.endswith(":"):
             self.labels[text[:-1]] = len(self.body)
-        elif match := re.match(r"(\$[\w$]+): \.branchtargets (.*)", text):
+        elif match := re.match(r"([\w$]+): \.branchtargets (.*)", text):
             self.tables[match[1]] = re.split(r",\s*", match[2])
-        elif text.startswith(".branchtargets"):
-            (label,) = [name for name, at in self.labels.items() if at == len(self.body)][-1:]
-            self.tables[label] = re.split(r",\s*", text.removeprefix(".branchtargets").strip())
         elif not text.startswith((".reg", ".loc", ".pragma")):
             match = re.match(r"(?:@(!?)(%p\d+) )?([\w.:]+) ?(.*)", text)
             if match is None:
@@ -140,7 +143,9 @@ _SIZES = {"b8": 1, "u8": 1, "b16": 2, "u16": 2, "b32": 4, "u32": 4, "s32": 4, "f
 class _Block:
     """The threads of a block: registers hold 64 bits of every thread, of which an instruction uses what its type says."""
 
-    def __init__(self, kernel: Kernel, memory: dict[int, Array], params: dict[str, int], block: tuple[int, int]) -> None:
+    def __init__(
+        self, kernel: Kernel, memory: dict[int, Array], params: dict[str, int], block: tuple[int, int]
+    ) -> None:
         self.kernel, self.params = kernel, params
         self.n = kernel.threads
         self.registers: dict[str, np.ndarray] = {}
