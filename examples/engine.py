@@ -30,6 +30,7 @@ class Request:
     first_logits: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [vocabulary], after the prompt
     row: int = 0  # of ReqToTokenPool
     cached: int = 0
+    shared: int = 0  # the first of them whose slots are not the request's own
 
     @property
     def known(self) -> list[int]:
@@ -60,44 +61,65 @@ class Stats:
 class Engine:
     """Serves prompts in `lanes` lanes over a server's pool. The same calls do the same in every process."""
 
+    request_type: type[Request] = Request
+
     def __init__(
         self,
         server: Server,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         lanes: int,
         on_token: Callable[[int, int, bool], None] | None = None,
+        *,
+        by_page: bool = False,
     ):
-        """Takes the requests, all of which must fit (see `check_fits`).
+        """Takes the requests, all of which must fit (see `check_fits`); each may have a `max_new_tokens` of its own.
 
-        `on_token(index, token, is_last)` is called as tokens come.
+        `on_token(index, token, is_last)` is called as tokens come. `by_page` runs prompts one after the other, a page a
+        step: a token is then computed in the same place of the same program, whatever is in the pool already.
         """
         slots = server.pool.slots
         self.server, self.pool, self.slots = server, server.pool, slots
-        for name, prompt in enumerate(prompts):
-            check_fits(f"prompt {name}", len(prompt), max_new_tokens, server.context_len, slots.capacity)
-        self.requests = [Request(i, list(ids), len(ids) + max_new_tokens) for i, ids in enumerate(prompts)]
+        most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        for name, (prompt, new) in enumerate(zip(prompts, most, strict=True)):
+            check_fits(f"prompt {name}", len(prompt), new, server.context_len, slots.capacity)
+        self.requests = [
+            self.request_type(i, list(ids), len(ids) + new)
+            for i, (ids, new) in enumerate(zip(prompts, most, strict=True))
+        ]
         longest = max(request.limit for request in self.requests)
+        self.by_page = by_page
         self.chunk = min(MAX_CHUNK, 1 << (max(len(ids) for ids in prompts) - 1).bit_length())
+        if by_page:
+            self.chunk = slots.alloc_page_size
         self.allocator = jkv.PagedTokenToKVPoolAllocator(slots.size, slots.page_size, dcp_size=slots.dcp_size)
         self.table = jkv.ReqToTokenPool(lanes, self._pages(longest) * slots.alloc_page_size)
         self.waiting = deque(self.requests)
         self.lanes: list[Request | None] = [None] * lanes
         self.stats = Stats(rank_rows=np.zeros(slots.dcp_size, np.int64))
         self.on_token = on_token
-        self.steps: dict[int, Callable] = {}
+        self.steps: dict[tuple[int, ...], Callable] = {}
 
     def run(self) -> tuple[list[Request], Stats, Pool]:
         """Serves everything; returns the requests in their order, what the run used, and the pool as it was left."""
         while self.waiting or self._running():
             self._admit()
             while prefilling := [r for r in self._running() if r.cached < len(r.prompt_ids)]:
-                self._step(prefilling, self.chunk, self.stats.prefill)
-            if decoding := self._running():
-                self._extend(decoding)
-                self._step(decoding, 1, self.stats.decode)
+                lanes = prefilling[:1] if self.by_page else [r if r in prefilling else None for r in self.lanes]
+                self._step(lanes, self.chunk, self.stats.prefill)
+            if self._running():
+                self._extend()
+                self._step(list(self.lanes), 1, self.stats.decode)
         jkv.wait_for_checks()
         return self.requests, self.stats, self.pool
+
+    def run_alone(self) -> list[Request]:
+        """Serves everything like `run`, but each request by itself: none begins before the one in front has ended."""
+        alone, self.waiting = self.waiting, deque()
+        for request in alone:
+            self.waiting.append(request)
+            self.run()
+        return self.requests
 
     def _running(self) -> list[Request]:
         return [request for request in self.lanes if request is not None]
@@ -107,72 +129,72 @@ class Engine:
 
     def _admit(self) -> None:
         """Gives free lanes to the requests that have waited longest, as long as the pages suffice to their ends."""
-        promised = sum(self._pages(request.limit) for request in self._running())
+        pledged = sum(self._pages(request.limit) for request in self._running())
         admitted = []
         for lane, occupant in enumerate(self.lanes):
             if occupant is not None or not self.waiting:
                 continue
-            promised += self._pages(self.waiting[0].limit)
-            if promised * self.slots.alloc_page_size > self.slots.capacity:
+            pledged += self._pages(self.waiting[0].limit)
+            if pledged * self.slots.alloc_page_size > self.slots.capacity:
                 break
             request = self.waiting.popleft()
-            request.row = int(_promised(self.table.alloc(1))[0])
+            request.row = int(promised(self.table.alloc(1))[0])
             self.lanes[lane] = request
             admitted.append(request)
         if not admitted:
             return
         lengths = [len(request.prompt_ids) for request in admitted]
-        loc = _promised(self.allocator.alloc_extend([0] * len(lengths), lengths, [-1] * len(lengths)))
+        loc = promised(self.allocator.alloc_extend([0] * len(lengths), lengths, [-1] * len(lengths)))
         for request, part in zip(admitted, np.split(loc, np.cumsum(lengths)[:-1]), strict=True):
             self.table.write(request.row, 0, part)
         self.stats.running = max(self.stats.running, len(self._running()))
 
-    def _extend(self, requests: list[Request]) -> None:
-        """A slot for the latest token of each request, whose row is yet to be written."""
-        rows, lengths = [r.row for r in requests], [len(r.known) for r in requests]
+    def _extend(self) -> None:
+        """A slot for the latest token of each running request, whose row is yet to be written."""
+        rows, lengths = [r.row for r in self._running()], [len(r.known) for r in self._running()]
         last = self.table.req_to_token[rows, np.array(lengths) - 2]
-        self.table.write_each(rows, np.array(lengths) - 1, _promised(self.allocator.alloc_decode(lengths, last)))
+        self.table.write_each(rows, np.array(lengths) - 1, promised(self.allocator.alloc_decode(lengths, last)))
 
-    def _step(self, requests: list[Request], width: int, phase: Phase) -> None:
+    def _step(self, lanes: Sequence[Request | None], width: int, phase: Phase) -> None:
         """Runs the next `width` tokens, at most, of each request; who has come to the end of its text gets a token."""
-        batch = self._batch(requests, width)
-        step = self._compiled(batch, width)
+        batch = self._batch(lanes, width)
+        step = self._compiled(batch)
         began = time.perf_counter()
         self.pool, tokens, logits = step(self.server.params, self.pool, batch)
         chosen = np.asarray(tokens)
-        fresh = [r for r in requests if not r.token_ids and r.cached + width >= len(r.prompt_ids)]
+        held = np.unique(self.table.req_to_token[[request.row for request in self._running()]])
+        fresh = [r for r in lanes if r and not r.token_ids and r.cached + width >= len(r.prompt_ids)]
         first = np.asarray(logits) if fresh else None
-        for lane, request in enumerate(self.lanes):
-            if request is None or not batch.new[lane]:
+        for lane, request in enumerate(lanes):
+            if request is None:
                 continue
             request.cached += int(batch.new[lane])
             if request.cached < len(request.known):
                 continue
             if first is not None and not request.token_ids:
                 request.first_logits = first[lane]
-            self._take(lane, request, int(chosen[lane]))
+            self._take(request, int(chosen[lane]))
         phase.steps += 1
         phase.tokens += int(batch.new.sum())
         phase.seconds += time.perf_counter() - began
-        held = np.bincount(self.slots.owner(batch.table[batch.table > 0]), minlength=self.slots.dcp_size)
-        self.stats.rank_rows = np.maximum(self.stats.rank_rows, held)
+        by_rank = np.bincount(self.slots.owner(held[held > 0]), minlength=self.slots.dcp_size)
+        self.stats.rank_rows = np.maximum(self.stats.rank_rows, by_rank)
 
-    def _compiled(self, batch: Batch, width: int) -> Callable:
-        """The step for `width`, compiled ahead so that the time it takes is told apart."""
-        if width not in self.steps:
+    def _compiled(self, batch: Batch) -> Callable:
+        """The step for the batch's shape, compiled ahead so that the time it takes is told apart."""
+        if (shape := batch.tokens.shape) not in self.steps:
             began = time.perf_counter()
-            self.steps[width] = self.server.step.lower(self.server.params, self.pool, batch).compile()
+            self.steps[shape] = self.server.step.lower(self.server.params, self.pool, batch).compile()
             self.stats.compile_seconds += time.perf_counter() - began
-        return self.steps[width]
+        return self.steps[shape]
 
-    def _batch(self, requests: list[Request], width: int) -> Batch:
+    def _batch(self, lanes: Sequence[Request | None], width: int) -> Batch:
         """Fresh host arrays for one step: the devices may still read the arrays of the step before."""
-        lanes = len(self.lanes)
-        tokens, loc = np.zeros((lanes, width), np.int32), np.zeros((lanes, width), np.int32)
-        start, count = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32)
-        rows = np.array([request.row if request else 0 for request in self.lanes])
-        for lane, request in enumerate(self.lanes):
-            if request not in requests:
+        tokens, loc = np.zeros((len(lanes), width), np.int32), np.zeros((len(lanes), width), np.int32)
+        start, count = np.zeros(len(lanes), np.int32), np.zeros(len(lanes), np.int32)
+        rows = np.array([request.row if request else 0 for request in lanes])
+        for lane, request in enumerate(lanes):
+            if request is None:
                 continue
             new = request.known[request.cached : request.cached + width]
             tokens[lane, : len(new)] = new
@@ -180,18 +202,22 @@ class Engine:
             loc[lane] = jkv.pad_slots(self.table.read(request.row, request.cached, len(new)), width)
         return Batch(tokens, start, count, loc, self.table.req_to_token[rows])
 
-    def _take(self, lane: int, request: Request, token: int) -> None:
+    def _take(self, request: Request, token: int) -> None:
         request.token_ids.append(token)
         done = token == self.server.end_id or len(request.known) == request.limit
         if self.on_token:
             self.on_token(request.index, token, done)
         if done:
-            self.allocator.free(self.table.read(request.row, 0, request.cached))
-            self.table.free(request.row)
-            self.lanes[lane] = None
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Gives back the lane, the row and the slots that are the request's own."""
+        self.allocator.free(self.table.read(request.row, request.shared, request.cached - request.shared))
+        self.table.free(request.row)
+        self.lanes[self.lanes.index(request)] = None
 
 
-def _promised(taken: np.ndarray | None) -> np.ndarray:
+def promised(taken: np.ndarray | None) -> np.ndarray:
     """What a pool gave to a request that was admitted, and that therefore had to be there."""
     if taken is None:
         raise RuntimeError("an admitted request ran out of slots or rows: somebody else takes from the same pool")
