@@ -29,6 +29,16 @@ def positive_int(value: Any, where: str, name: str) -> int:
     return number
 
 
+def _wide(x: Any) -> Any:
+    """Integers in a width that ids and their products fit: int32 at least. Signed, as -1 is an answer."""
+    if isinstance(x, int):
+        return x
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.signedinteger):
+        raise TypeError(f"SlotSpace: expected signed integers (int32), got {x.dtype}")
+    return x.astype(np.int32) if x.dtype.itemsize < 4 else x
+
+
 @dataclasses.dataclass(frozen=True)
 class SlotSpace:
     """The ids of a pool whose tokens are striped over `dcp_size` ranks (decode context parallelism).
@@ -87,20 +97,19 @@ class SlotSpace:
 
     def owner(self, loc: Any) -> Any:
         """Rank that stores each id (`loc >= 0`): `(loc // interleave) % dcp_size`."""
-        return index.owner(loc, self.dcp_size, self.interleave)
+        return index.owner(_wide(loc), self.dcp_size, self.interleave)
 
     def row(self, loc: Any) -> Any:
         """Row of each id (`loc >= 0`) in its owner's buffers."""
-        return index.row(loc, self.dcp_size, self.interleave)
+        return index.row(_wide(loc), self.dcp_size, self.interleave)
 
     def slot(self, row: Any, rank: Any) -> Any:
         """The id stored at `row` of `rank`: the inverse of `owner` and `row`."""
-        return index.slot(row, rank, self.dcp_size, self.interleave)
+        return index.slot(_wide(row), _wide(rank), self.dcp_size, self.interleave)
 
     def localize(self, loc: Any, rank: Any) -> Any:
         """Row of each id on `rank`; -1 where another rank owns it or it is out of range. `loc` has any shape."""
-        loc = loc if isinstance(loc, jax.Array) else np.asarray(loc)
-        return index.local_row(loc, self.rows, dcp_size=self.dcp_size, dcp_rank=rank, interleave=self.interleave)
+        return index.local_row(_wide(loc), self.rows, dcp_size=self.dcp_size, dcp_rank=rank, interleave=self.interleave)
 
     def localize_compact(self, loc: Any, rank: Any) -> Any:
         """As `localize`, the owned rows moved to the front of the last axis in their order, -1 behind them."""
@@ -114,8 +123,10 @@ class SlotSpace:
 
         A sequence starts at a page boundary, so that position p lies on the rank of id p.
         """
-        lens, start = ((x if x is None or isinstance(x, jax.Array) else np.asarray(x)) for x in (lens, start))
-        return index.local_lens(lens, rank, dcp_size=self.dcp_size, interleave=self.interleave, start=start)
+        start = None if start is None else _wide(start)
+        return index.local_lens(
+            _wide(lens), _wide(rank), dcp_size=self.dcp_size, interleave=self.interleave, start=start
+        )
 
 
 def pad_slots(loc: SlotIds, length: int, padding_slot: int = 0) -> jax.Array | np.ndarray:

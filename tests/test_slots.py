@@ -79,6 +79,19 @@ def test_it_works_under_jit_with_a_traced_rank():
         )
 
 
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_narrow_integers_are_widened_and_others_refused(array):
+    space = jkv.SlotSpace(296, 4, 4)
+    narrow, wide = array([5, 100], np.int8), np.array([5, 100])
+    np.testing.assert_array_equal(space.localize(narrow, 1), space.localize(wide, 1))
+    np.testing.assert_array_equal(space.slot(narrow, array(3, np.int8)), [23, 403])
+    np.testing.assert_array_equal(space.local_lens(narrow, 1, narrow), space.local_lens(wide, 1, wide))
+    np.testing.assert_array_equal(space.row(narrow), wide // 4)
+    for bad in (np.uint8, np.float32, bool):
+        with pytest.raises(TypeError, match=r"SlotSpace: expected signed integers \(int32\), got"):
+            space.owner(array([1], bad))
+
+
 def test_it_is_a_hashable_value():
     assert hash(jkv.SlotSpace(8, 4)) == hash(jkv.SlotSpace(8, 4, 1, 1))
     assert jkv.SlotSpace(np.int64(8), 4) == jkv.SlotSpace(8, 4)
