@@ -75,7 +75,11 @@ def plot(usage: Sequence[Usage], path: Path) -> None:
     parts = {"in use": ([u.used for u in usage], "#3b6fb6"), "cached": ([u.cached for u in usage], "#e0a030")}
     parts["free"] = ([u.free for u in usage], "#e8e8e8")
     axes.stackplot(
-        seconds, *(values for values, _ in parts.values()), labels=list(parts), colors=[c for _, c in parts.values()]
+        seconds,
+        *(values for values, _ in parts.values()),
+        labels=list(parts),
+        colors=[color for _, color in parts.values()],
+        step="post",
     )
     capacity = usage[0].free + usage[0].cached + usage[0].used
     before = [0, *(u.retractions for u in usage)]

@@ -61,8 +61,6 @@ class Stats:
 class Engine:
     """Serves prompts in `lanes` lanes over a server's pool. The same calls do the same in every process."""
 
-    request_type: type[Request] = Request
-
     def __init__(
         self,
         server: Server,
@@ -84,8 +82,7 @@ class Engine:
         for name, (prompt, new) in enumerate(zip(prompts, most, strict=True)):
             check_fits(f"prompt {name}", len(prompt), new, server.context_len, slots.capacity)
         self.requests = [
-            self.request_type(i, list(ids), len(ids) + new)
-            for i, (ids, new) in enumerate(zip(prompts, most, strict=True))
+            Request(i, list(ids), len(ids) + new) for i, (ids, new) in enumerate(zip(prompts, most, strict=True))
         ]
         longest = max(request.limit for request in self.requests)
         self.by_page = by_page

@@ -93,7 +93,8 @@ def serve(
         model.config, model.params, mesh, dtype=KV_DTYPES[kv_dtype], capacity=pool_tokens, page_size=-(-PAGE // dcp)
     )
     show = show or display.Progress(len(works), None)
-    engine = SharingEngine(server, *zip(*works, strict=True), lanes, show.shared)
+    prompts, most = [work.prompt_ids for work in works], [work.max_new_tokens for work in works]
+    engine = SharingEngine(server, prompts, most, lanes, show.shared)
     began = time.perf_counter()
     requests, stats, pool = engine.run()
     seconds = time.perf_counter() - began - stats.compile_seconds

@@ -10,7 +10,6 @@ with them in the cache a text could depend on who was served before.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,19 +19,10 @@ from examples.engine import Engine, Phase, Request, promised
 from examples.striped import Server
 
 
-@dataclass(eq=False)
-class SharingRequest(Request):
-    """A request whose first `shared` tokens lie in the prefix cache, locked at the end of `match`."""
-
-    match: jkv.Match | None = None
-    host: jkv.HostCopy | None = None  # its rows, while it is put off
-    admitted: int = 0  # when, as a count
-
-
 class Usage(NamedTuple):
     """The pool after a step, in tokens: `free` + `cached` + `used` is its capacity."""
 
-    seconds: float  # since the run began
+    seconds: float  # since the run began, without the compilation of steps
     free: int
     cached: int  # in the prefix cache, read by running requests or not
     used: int  # by running requests alone
@@ -44,9 +34,6 @@ class Usage(NamedTuple):
 
 class SharingEngine(Engine):
     """`Engine` with a prefix cache and retraction. `usage` has an entry a step, and `on_step` is called after each."""
-
-    request_type = SharingRequest
-    requests: list[SharingRequest]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -62,7 +49,9 @@ class SharingEngine(Engine):
         self.admission = jkv.Admission(self.slots, server.context_len)
         self.on_step = on_step
         self.usage: list[Usage] = []
-        self.hit_tokens = self.retractions = self.admissions = 0
+        self.hit_tokens = self.retractions = 0
+        self._matches: dict[Request, jkv.Match] = {}  # of running requests, in the order of their admission: locked
+        self._hosts: dict[Request, jkv.HostCopy] = {}  # the rows of those that are put off
         self._began = time.perf_counter()
         self._restore = jkv.checked_jit(lambda pool, host, loc: pool.load_cpu_copy(host, loc), donate_argnums=0)
 
@@ -79,7 +68,7 @@ class SharingEngine(Engine):
                 self._step([request], self.chunk, self.stats.prefill)
         self.stats.running = max(self.stats.running, len(self._running()))
 
-    def _place(self, request: SharingRequest) -> bool:
+    def _place(self, request: Request) -> bool:
         """Gives a request a lane, and slots: those of its cached prefix, and new ones. False where it has to wait."""
         rows = request.cached or len(request.prompt_ids)
         match = self.cache.match_prefix(np.array(request.prompt_ids[:-1]))  # the last token is run for its logits
@@ -92,21 +81,19 @@ class SharingEngine(Engine):
         pages = self.admission.extend_pages_needed([shared], [rows])
         self.cache.evict(self.admission.shortfall(pages, self.allocator.available_size()))
         own = promised(self.allocator.alloc_extend([shared], [rows], [-1]))
-        request.row, request.match, request.shared = int(promised(self.table.alloc(1))[0]), match, shared
+        request.row, request.shared = int(promised(self.table.alloc(1))[0]), shared
+        self._matches[request] = match
         self.table.write(request.row, 0, np.concatenate([match.slots, own]))
         self.lanes[self.lanes.index(None)] = request
-        self.admissions += 1
-        request.admitted = self.admissions
-        if request.host is None:
-            request.cached = shared
-            self.hit_tokens += shared
-        else:
+        if request in self._hosts:
             # What is in the cache is there already; of the host's rows only the others are written.
             loc = self._padded(request)
             loc[:shared] = 0
-            self.pool = self._restore(self.pool, request.host, loc)
-            request.host = None
+            self.pool = self._restore(self.pool, self._hosts.pop(request), loc)
             self._share(request)
+        else:
+            request.cached = shared
+            self.hit_tokens += shared
         return True
 
     def _extend(self) -> None:
@@ -115,49 +102,51 @@ class SharingEngine(Engine):
             self.admission.decode_pages_needed([len(r.known) for r in self._running()]), self.allocator.available_size()
         ):
             if not self.cache.evict(missing):
-                self._retract(max(self._running(), key=lambda request: request.admitted))
+                self._retract(next(reversed(self._matches)))
         super()._extend()
 
-    def _retract(self, request: SharingRequest) -> None:
+    def _retract(self, request: Request) -> None:
         """Puts a request off, its rows on the host, to be the next that is placed."""
-        request.host = self.pool.get_cpu_copy(self._padded(request))
+        self._hosts[request] = self.pool.get_cpu_copy(self._padded(request))
         self._leave(request)
         self.waiting.appendleft(request)
         self.retractions += 1
 
-    def _padded(self, request: SharingRequest) -> np.ndarray:
+    def _padded(self, request: Request) -> np.ndarray:
         """The slots of a request's rows, padded to the same length for all: one program moves the rows of any."""
-        return jkv.pad_slots(self.table.read(request.row, 0, request.cached), self.table.max_context_len)
+        loc = np.zeros(self.table.max_context_len, np.int32)
+        loc[: request.cached] = self.table.read(request.row, 0, request.cached)
+        return loc
 
     def _step(self, lanes: Sequence[Request | None], width: int, phase: Phase) -> None:
         super()._step(lanes, width, phase)
         free, cached = self.allocator.available_size(), self.cache.total_size
         used = self.slots.capacity - free - cached
         new = sum(len(request.token_ids) for request in self.requests)
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._began - self.stats.compile_seconds
         self.usage.append(
             Usage(seconds, free, cached, used, len(self._running()), len(self.waiting), new, self.retractions)
         )
         if self.on_step:
             self.on_step(self.usage[-1])
 
-    def _take(self, request: SharingRequest, token: int) -> None:
+    def _take(self, request: Request, token: int) -> None:
         if not request.token_ids:
             self._share(request)
         super()._take(request, token)
 
-    def _share(self, request: SharingRequest) -> None:
+    def _share(self, request: Request) -> None:
         """Gives the pages of a prompt, all of whose rows are there, to the cache, and goes on with the cache's."""
         prompt = np.array(request.prompt_ids)
         self.cache.insert(prompt, self.table.read(request.row, 0, prompt.size))
         # Pages that the cache had already are free again: the slots for them are the cache's, not those from before.
-        before, request.match = request.match, self.cache.match_prefix(prompt)
-        self.cache.inc_lock_ref(request.match.node)
+        before, match = self._matches[request], self.cache.match_prefix(prompt)
+        self.cache.inc_lock_ref(match.node)
         self.cache.dec_lock_ref(before.node)
-        request.shared = request.match.slots.size
-        self.table.write(request.row, 0, request.match.slots)
+        self._matches[request], request.shared = match, match.slots.size
+        self.table.write(request.row, 0, match.slots)
 
-    def _leave(self, request: SharingRequest) -> None:
+    def _leave(self, request: Request) -> None:
         super()._leave(request)
-        self.cache.dec_lock_ref(request.match.node)
-        request.match, request.shared = None, 0
+        self.cache.dec_lock_ref(self._matches.pop(request).node)
+        request.shared = 0
