@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,46 +37,55 @@ def naive(cache: jax.Array, loc: jax.Array, nope: jax.Array, rope: jax.Array) ->
     return cache.at[loc].set(jnp.concatenate([nope, rope], axis=-1))
 
 
-def measure(rows: int, **timing: Any) -> dict[str, Any]:
-    """Times and temporary bytes for pools of `rows` rows."""
+def contender(step: Any, state: Any, rows: int) -> tuple[Callable[[], None], int]:
+    """A call of `step` that writes to random rows of its donated `state`, and the step's temporary bytes."""
     rng = np.random.default_rng(0)
     loc = jnp.asarray(rng.permutation(np.arange(PAGE, rows))[:COUNT], jnp.int32)
     parts = [jnp.asarray(rng.standard_normal((COUNT, 1, width)), jnp.bfloat16) for width in (512, 64)]
-    held = {
-        "pool": jkv.MLATokenToKVPool.create(
+    held = [state]
+
+    def run() -> None:
+        held[0] = jax.block_until_ready(step(held[0], loc, *parts))
+
+    return run, report.memory(step.lower(state, loc, *parts)).temp_size_in_bytes
+
+
+def measure(**timing: Any) -> list[dict[str, Any]]:
+    """Times and temporary bytes for each size. The naive ones run alone: one may take seconds and empty every cache."""
+    pools, naives = {}, {}
+    for name, rows in ROWS.items():
+        pool = jkv.MLATokenToKVPool.create(
             size=rows - PAGE,
             page_size=PAGE,
             dtype=jnp.bfloat16,
             kv_lora_rank=512,
             qk_rope_head_dim=64,
             layer_num=1,
-        ),
-        "naive": jnp.zeros((rows, 1, 576), jnp.bfloat16),
-    }
-    steps = {"pool": write, "naive": naive}
-    out: dict[str, Any] = {"rows": rows}
-    for name, step in steps.items():
-        out[f"{name} temporary bytes"] = report.memory(step.lower(held[name], loc, *parts)).temp_size_in_bytes
-
-    def contender(name: str) -> Any:
-        def run() -> None:
-            held[name] = jax.block_until_ready(steps[name](held[name], loc, *parts))
-
-        return run
-
-    # Apart, since the one may take a thousand times as long as the other and would leave it a cold cache.
-    for name in steps:
-        out[name] = report.interleaved({name: contender(name)}, **timing)[name]
-    return out
+        )
+        pools[name] = contender(write, pool, rows)
+        naives[name] = contender(naive, jnp.zeros((rows, 1, 576), jnp.bfloat16), rows)
+    times = report.interleaved({name: run for name, (run, _) in pools.items()}, **timing)
+    return [
+        {
+            "rows": rows,
+            "pool": times[name],
+            "pool temporary bytes": pools[name][1],
+            "naive": report.interleaved({name: naives[name][0]}, rounds=3, **timing)[name],
+            "naive temporary bytes": naives[name][1],
+        }
+        for name, rows in ROWS.items()
+    ]
 
 
 def main() -> None:
     """Prints the table."""
     parser = report.arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for each cell of the table (default 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="time for the pools, and for each naive write (default 5)"
+    )
     options = parser.parse_args()
     with jkv.enable_checks(False):
-        measurements = [measure(rows, seconds=options.seconds, clock=options.clock) for rows in ROWS.values()]
+        measurements = measure(seconds=options.seconds, clock=options.clock)
     lines = [
         [
             name,
