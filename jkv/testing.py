@@ -18,7 +18,7 @@ import numpy as np
 
 Array = Any  # a NumPy or JAX array, or what NumPy makes one of
 Parts = dict[str, np.ndarray]
-WORDS = {4: np.dtype(np.uint32), 2: np.dtype(np.uint16), 1: np.dtype(np.uint8)}
+WORDS: dict[int, np.dtype] = {4: np.dtype(np.uint32), 2: np.dtype(np.uint16), 1: np.dtype(np.uint8)}
 
 
 class PlainCodec:

@@ -40,10 +40,10 @@ def play_case(
 
     @settings
     @hypothesis.seed(zlib.crc32(repr(case).encode()))
-    @hypothesis.given(operations=sequences)
-    def play(operations):
+    @hypothesis.given(sequence=sequences)
+    def play(sequence):
         hypothesis.note(str(case))
-        Run(case, coverage).play(operations)
+        Run(case, coverage).play(*sequence)
 
     play()
 
@@ -54,7 +54,8 @@ def assert_covered(coverage: collections.Counter[str], context: str, layout: str
         "sequences": count,
         "verdicts": count // 4,
         "move: overlaps": count // 10,
-        **{f"op: {op}": count // 8 for op in OPS},
+        "filled": count // 4,
+        **{f"op: {op}": count // (16 if op == "set_mla" else 4) for op in OPS},
         **{f"id: {kind}": count // 8 for kind in ID_KINDS},
     }
     for name in ("mesh", "kind", "dtype", "source", "ids", "checks", "interleave", "padding_slot", "start_layer"):
