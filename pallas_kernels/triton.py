@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codecs, dispatch, index
-from pallas_kernels.codecs import fp8
+from pallas_kernels.codecs import fp8, fp8_cast
 from pallas_kernels.dispatch import KernelConfig
 
 _WARP_BYTES = 32 * 16  # of one instruction: 16 for each lane, the widest access
@@ -152,8 +152,10 @@ def _pair_encoder(c: Columns) -> Callable[..., jax.Array]:
     """Of 32-bit words with two 16-bit floats each: 16-bit words with two FP8 codes."""
 
     def encode(tile, scale, divide):
-        floats = (_as(half.astype(jnp.uint16), c.dense).astype(jnp.float32) for half in (tile, tile >> 16))
-        low, high = (fp8.codes(x if scale is None else divide(x, scale), c.stored) for x in floats)
+        del divide  # these sources need no full one
+        halves = (_as(half.astype(jnp.uint16), c.dense) for half in (tile, tile >> 16))
+        floats = (x.astype(jnp.float32) if scale is None else fp8_cast.divide(x, scale) for x in halves)
+        low, high = (fp8.codes(x, c.stored) for x in floats)
         return (low | (high << 8)).astype(jnp.uint16)
 
     return encode
@@ -283,15 +285,20 @@ class _Launch:
         def mask(test, width: int):
             return jnp.broadcast_to(test[:, None], (self.rows, width))
 
-        load_from, store_to = (in_dense, in_buffer) if self.scattering else (in_buffer, in_dense)
+        if self.scattering:
+            # Without other ranks nearly every row is here: not to wait for the ids saves a round trip to memory.
+            load_from, loaded = in_dense, live if self.slots["dcp_size"] == 1 else here
+            store_to, stored = in_buffer, here
+        else:
+            load_from, loaded, store_to, stored = in_buffer, here, in_dense, live
 
         def run(some: Sequence[int]) -> None:
             for batch in _batches(self.pieces, some, self.rows, self.warps):
-                tiles = [plgpu.load(load_from(*tile), mask=mask(here, tile[2]), other=0) for tile in batch]
+                tiles = [plgpu.load(load_from(*tile), mask=mask(loaded, tile[2]), other=0) for tile in batch]
                 for (i, start, width), tile in zip(batch, tiles, strict=True):
                     if self.scattering and self.pieces[i].encode is not None:
                         tile = self.pieces[i].encode(tile, values[i], self.divide)
-                    plgpu.store(store_to(i, start, width), tile, mask=mask(here if self.scattering else live, width))
+                    plgpu.store(store_to(i, start, width), tile, mask=mask(stored, width))
 
         if self.over != "columns":
             return run(range(len(self.pieces)))

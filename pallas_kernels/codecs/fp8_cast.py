@@ -25,7 +25,7 @@ def encode(x, dtype, scale=None):
     Args:
       scale: None, or a positive scalar of at least 2**-126, which may be traced.
     """
-    x = x.astype(jnp.float32) if scale is None else _divide(x, scale)
+    x = x.astype(jnp.float32) if scale is None else divide(x, scale)
     name = jnp.dtype(dtype).name
     largest = np.float32(FORMATS[name].largest)
     # The sign of a NaN would be lost; every other code has its sign already.
@@ -37,7 +37,7 @@ def encode(x, dtype, scale=None):
     return code | sign
 
 
-def _divide(x, scale):
+def divide(x, scale):
     """float32 `x / scale` whose FP8 code is that of the IEEE quotient; contraction to FMA leaves it as it is.
 
     The scale is brought into [1, 4) by a power of two, and its reciprocal computed to 40 bits. A source of at most 11

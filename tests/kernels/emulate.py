@@ -16,9 +16,11 @@ SCALE = np.float32(0.37)
 
 @dataclasses.dataclass
 class Traffic:
-    """Bytes of the rows that belong here, and bytes that the kernel loaded and stored to move them."""
+    """Bytes of the rows that are here, as they are before the move, and of all rows of the call; bytes that the kernel
+    loaded and stored to move them."""
 
-    rows: int
+    here: int
+    all: int
     loaded: int
     stored: int
 
@@ -73,7 +75,23 @@ def scatter(call: aot.Call, facts: dict[str, Any], rank: int, seed: int = 0) -> 
             array.put(where[1] * len(data), data)
         moved += sum(v[i].nbytes for v in values)
     _same_arrays(buffers, wanted, cast, call.label)
-    return Traffic(moved, sum(a.loaded for a in given[1 + len(scalars) :]), sum(a.stored for a in buffers))
+    everything = sum(v.nbytes for v in values)
+    loaded = sum(a.loaded for a in given[1 + len(scalars) :])
+    return Traffic(moved, everything, loaded, sum(a.stored for a in buffers))
+
+
+def scatter_every_value(call: aot.Call, facts: dict[str, Any], scale: np.float32) -> None:
+    """Runs a `scatter_kv` from 16 bits to FP8, not stacked, on one rank: K and V hold every value that there is."""
+    rows = spec_of(call)
+    every = np.resize(np.arange(1 << 16, dtype=np.uint16), (call.n, *rows.parts[0])).view(jnp.dtype(rows.source))
+    loc = np.arange(1, call.n + 1, dtype=np.int32)
+    buffers = [ptx.Array(size) for size in facts["buffers"]]
+    given = [ptx.Array.of(np.atleast_1d(x)) for x in (loc, scale, scale, every, every)]
+    ptx.Kernel(facts["ptx"][call.op]).run([*given, *buffers, *buffers], facts["grids"][call.op])
+    want = words(every, rows.stored, scale).reshape(call.n, -1)
+    for buffer in buffers:
+        got = buffer.bytes(want.shape[1], want.size)
+        _same(got, want.reshape(-1), rows.stored, f"{call.label}: scale {scale}, word")
 
 
 def move(call: aot.Call, facts: dict[str, Any], seed: int = 0) -> None:
@@ -134,7 +152,8 @@ def gather(call: aot.Call, facts: dict[str, Any], rank: int, seed: int = 0) -> T
         wanted = np.split(wanted[0], np.cumsum(parts)[:-1], axis=1)
     for i, (out, want) in enumerate(zip(outs, wanted, strict=True)):
         _same(out.bytes(0, out.size), want.reshape(-1), None, f"{call.label}: result {i}")
-    return Traffic(moved, sum(a.loaded for a in buffers), sum(a.stored for a in outs))
+    everything = sum(a.size for a in outs)
+    return Traffic(moved, everything, sum(a.loaded for a in buffers), sum(a.stored for a in outs))
 
 
 def _same_arrays(arrays: list[ptx.Array], wanted: list[ptx.Array], cast: str | None, what: str) -> None:
