@@ -1,4 +1,4 @@
-"""Writing N rows into every layer of a pool in one step, on one thread of a CPU.
+"""Writing N rows into every layer of a pool in one step, on one core.
 
 The contenders write the same bfloat16 rows to the same randomly permuted slots of 32 layers:
 
@@ -15,12 +15,11 @@ Ratios: torch/best is how many times faster than torch the better of the two lay
 how many times longer than those it takes.
 """
 
-import os
+from benchmarks import report
 
-# Before JAX starts: every contender has one thread.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+report.one_core()  # every contender has one thread
 
+# ruff: noqa: E402
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,6 @@ import numpy as np
 import torch
 
 import jkv
-from benchmarks import report
 
 LAYERS = 32
 SIZE, PAGE = 8192, 64

@@ -6,10 +6,11 @@
 The time of the first must not depend on the pool's size, nor must the bytes that the compiled step needs beside it.
 """
 
-import os
+from benchmarks import report
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+report.one_core()
 
+# ruff: noqa: E402
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from benchmarks import report
 
 ROWS = {"4k": 4 << 10, "64k": 64 << 10, "1M": 1 << 20}
 PAGE, COUNT = 64, 16
