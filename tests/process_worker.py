@@ -1,6 +1,8 @@
 """What each process of a jax.distributed program runs in test_processes.py; prints one JSON line.
 
 python process_worker.py ADDRESS PROCESSES PROCESS: 4 devices in all, evenly spread. Without arguments: alone, on all.
+python process_worker.py ADDRESS PROCESSES PROCESS HEARTBEAT: decodes without end, a line a token; HEARTBEAT seconds
+without a sign of life are another process's death.
 """
 
 import json
@@ -78,16 +80,48 @@ def generate() -> dict:
     return {"tokens": [text.token_ids for text in texts]}
 
 
+def serve() -> dict:
+    """Texts of more requests than fit: every process must choose alike whom to put off, and which pages to evict."""
+    import jkv
+    from examples import serve as example
+    from examples.models import MODELS
+    from examples.workload import Work
+
+    works = [Work([40 + n % 3] * 20, 30) for n in range(5)]
+    with jkv.enable_checks():
+        result = example.serve(MODELS["tiny"](), works, dcp=DCP, kv_dtype="f32", pool_tokens=112, lanes=4)
+    numbers = result.as_json()
+    del numbers["tokens_per_second"]
+    return {"texts": result.texts, **numbers}
+
+
+def decode_without_end() -> None:
+    """Prints a line a token until something goes wrong."""
+    from examples.generate import generate as run
+    from examples.models import MODELS
+
+    def tell(*_) -> None:
+        sys.stdout.write("token\n")
+        sys.stdout.flush()
+
+    model = MODELS["tiny"]()
+    while True:
+        run(model, ["one slot space"], dcp=DCP, max_new_tokens=400, on_token=tell)
+
+
 def main() -> None:
-    """Joins the program, runs both parts, prints what this process saw."""
+    """Joins the program, runs all parts, prints what this process saw."""
     if len(sys.argv) > 1:
         address, processes, process = sys.argv[1:4]
-        jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=30)
+        heartbeat = int(sys.argv[4]) if len(sys.argv) > 4 else 60
+        jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=heartbeat)
     assert len(jax.devices()) == DCP, jax.devices()
+    if len(sys.argv) > 4:
+        decode_without_end()
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("dcp",))
     replicated = jax.jit(jnp.sum, out_shardings=jax.NamedSharding(mesh, P()))(np.ones(4))
     assert float(np.asarray(replicated)) == 4
-    sys.stdout.write(json.dumps({"pool": use_pool(mesh), "text": generate()}) + "\n")
+    sys.stdout.write(json.dumps({"pool": use_pool(mesh), "text": generate(), "served": serve()}) + "\n")
 
 
 if __name__ == "__main__":

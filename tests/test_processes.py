@@ -1,11 +1,13 @@
-"""One pool over several processes: each sees what a single process sees, reads and errors included."""
+"""One pool over several processes: each sees what a single process sees, and the death of another one too."""
 
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -36,20 +38,54 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    return result_of(start(4))
+
+
 @pytest.mark.two_process
-def test_two_processes_write_read_move_and_generate_as_one():
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_write_read_move_generate_and_serve_as_one(alone: dict, count: int):
     port = free_port()
-    processes = [start(2, f"127.0.0.1:{port}", "2", str(i)) for i in range(2)]
+    processes = [start(4 // count, f"127.0.0.1:{port}", str(count), str(i)) for i in range(count)]
     try:
         several = [result_of(p) for p in processes]
     finally:
         for p in processes:
             p.kill()
-    alone = result_of(start(4))
-    assert several[0] == several[1] == alone
+    assert several == [alone] * count
     bad = "2 of 5 slot ids outside [0, 48) = (size 8 + page_size 4) * dcp_size 4; min -1, max 48"
     assert alone["pool"]["mla"]["error"] == f"set_kv_buffer (MLA), layer 1: {bad}"
     assert alone["pool"]["mha"]["eager error"] == f"get_kv (MHA), layer 1: {bad}"
     assert alone["pool"]["mha"]["moved"][1] == alone["pool"]["mha"]["read"][1] != alone["pool"]["mha"]["read"][2]
     assert alone["pool"]["mha"]["restored"][:2] == alone["pool"]["mha"]["moved"][1::-1]
     assert all(len(tokens) == 6 for tokens in alone["text"]["tokens"])
+    served = alone["served"]
+    assert (served["requests"], served["identical"], served["leaked_pages"]) == (5, 5, 0)
+    assert served["retractions"] > 0
+    assert served["prefix_hit_tokens"] > 0
+
+
+@pytest.mark.two_process
+@pytest.mark.parametrize(("victim", "how"), [(1, "SIGKILL"), (0, "SIGKILL"), (1, "SIGSTOP")])
+def test_the_others_end_with_an_error_when_a_process_dies_in_the_middle_of_decoding(victim: int, how: str):
+    """Stopped, a process keeps its connections open, as a lost host does: only the missing heartbeats tell."""
+    address = f"127.0.0.1:{free_port()}"
+    processes = [start(2, address, "2", str(i), "10") for i in range(2)]
+    other = processes[1 - victim]
+    try:
+        for p in processes:
+            lines = iter(p.stdout.readline, "")
+            assert sum(line == "token\n" for line, _ in zip(lines, range(10), strict=False)) > 1
+        processes[victim].send_signal(getattr(signal, how))
+        began = time.monotonic()
+        _, err = other.communicate(timeout=60)
+        seconds = time.monotonic() - began
+    finally:
+        for p in processes:
+            p.kill()
+    assert other.returncode != 0
+    assert seconds < 60
+    assert "most likely indicates that another task died" in err
+    if victim:  # task 0 runs the service that knows all the others
+        assert f"Task {victim} heartbeat timeout" in err or f"unhealthy (stopped sending heartbeats):\n{victim}" in err
