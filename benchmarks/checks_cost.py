@@ -5,10 +5,11 @@ compiled texts must be the same, byte for byte. On: the step goes through `jkv.c
 turn, on donated pools; verdicts are collected as in a serving loop, by the next call.
 """
 
-import os
+from benchmarks import report
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+report.one_core()
 
+# ruff: noqa: E402
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jkv
-from benchmarks import report
 
 SIZE, PAGE = 16384, 64
 ROW_COUNTS = (1, 16, 256, 4096)
