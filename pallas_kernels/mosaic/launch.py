@@ -41,25 +41,29 @@ class Batch:
 
     def __init__(self, launch: "Launch", refs: Refs) -> None:
         self._launch, self._refs, count = launch, refs, launch.plan.rows
-        block, layer = lax.axis_index("block"), launch.layer(refs)
+        block, blocks = lax.axis_index("block"), pl.cdiv(launch.n, count)
         if launch.every:
-            blocks = pl.cdiv(launch.n, count)
             layer, block = lax.div(block, blocks), lax.rem(block, blocks)
         # The last batch ends with the last row; the rows that it shares with the one before are not its own.
         self._first = block * count
         self.start = jnp.minimum(self._first, launch.n - count)
-        self._inside = None
+        ids = [refs.loc[self.start + t] for t in range(count)]  # all in flight before anything else
+        self._rank, self._inside = launch.rank(refs), None
+        if not launch.every:
+            layer = launch.layer(refs)
         if layer is not None and not launch.every:
             self._inside = (layer >= 0) & (layer < launch.layers)
             layer = jnp.where(self._inside, layer, 0)
-        self._rank = launch.rank(refs)
         self._buffer_lead = () if layer is None else (layer,)
         self._dense_lead = self._buffer_lead if launch.every else ()
-        self.rows = [self.row(t) for t in range(count)]
+        self.rows = [self._row(t, loc) for t, loc in enumerate(ids)]
 
     def row(self, t: Any) -> Any:
-        """`rows[t]` for a `t` that may be traced."""
-        row = self._launch.local_row(self._refs.loc[self.start + t], dcp_rank=self._rank).astype(jnp.int32)
+        """`rows[t]` for a `t` that is traced."""
+        return self._row(t, self._refs.loc[self.start + t])
+
+    def _row(self, t: Any, loc: Any) -> Any:
+        row = self._launch.local_row(loc, dcp_rank=self._rank).astype(jnp.int32)
         for condition in (self._inside, self.own(t)):
             row = row if condition is None else jnp.where(condition, row, -1)
         return row

@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import KernelConfig
 
 THREADS = 128  # of a warpgroup, which is a block
 IN_FLIGHT_BYTES = 256  # of a thread, at most: 64 of its registers
-_ACCESS_BYTES = 16  # of the widest access
+_WIDE_BYTES, _NARROW_BYTES = 16, 4  # of an access
 _FEW_ROWS = 256  # up to here latency counts, and not that threads repeat each other's accesses
 _BLOCKS = 264  # at least, before a block takes more rows: two for each multiprocessor of an H200
 _BATCH_BYTES = 16 << 10  # of a staged batch, about: some 12 blocks of a multiprocessor fit its shared memory
@@ -42,13 +42,26 @@ class Columns:
     cast: bool = False
 
     def vector(self, staged: bool) -> int:
-        """Elements of an access: 16 bytes, of the narrower side where both are accessed, or what the columns allow."""
-        least = self.dense_bytes if staged else min(self.dense_bytes, self.buffer_bytes)
-        return math.gcd(_ACCESS_BYTES // least, self.width, self.start, self.row_width)
+        """Elements of an access: 16 bytes, or fewer where a row is too narrow for all threads, but then at least 4.
 
-    def fill(self, staged: bool) -> int:
-        """The fewest rows whose elements all threads of a block share out evenly."""
-        elements = THREADS * self.vector(staged)
+        (So that threads do not repeat each other's accesses, which are then one for each thread anyway.)
+        """
+        if staged:
+            return math.gcd(_WIDE_BYTES // self.dense_bytes, self.width)
+        share = 1 << (max(1, self.width // THREADS).bit_length() - 1)
+        least = max(1, _NARROW_BYTES // max(self.dense_bytes, self.buffer_bytes))
+        wide = min(max(share, least), _WIDE_BYTES // min(self.dense_bytes, self.buffer_bytes))
+        return math.gcd(wide, self.width, self.start, self.row_width)
+
+    @property
+    def fills(self) -> bool:
+        """Whether wide accesses to a row, on both sides, share out evenly among the threads."""
+        return self.width % (THREADS * _WIDE_BYTES // min(self.dense_bytes, self.buffer_bytes)) == 0
+
+    @property
+    def batch(self) -> int:
+        """The fewest rows that wide accesses of all threads to the dense array share out evenly."""
+        elements = THREADS * _WIDE_BYTES // self.dense_bytes
         return elements // math.gcd(elements, self.width)
 
     def pieces(self, staged: bool) -> Iterator[tuple[int, int]]:
@@ -68,7 +81,7 @@ class Columns:
             self.width * self.dense_bytes,
             *(x * self.buffer_bytes for x in (self.width, self.start, self.row_width)),
         )
-        return not any(size % _ACCESS_BYTES for size in sizes)
+        return not any(size % _WIDE_BYTES for size in sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +138,7 @@ def to_words(array: jax.Array) -> jax.Array:
 
 
 def refusal(columns: Sequence[Columns], config: KernelConfig | None, *operands: Any) -> str | None:
-    """Why the kernels cannot move these columns of `operands` (trees of arrays, or of what stands for them), or None."""
+    """Why the kernels cannot move these columns of `operands` (trees of arrays, or of their stand-ins), or None."""
     config = config or KernelConfig()
     if any(_varies(x) for x in jax.tree.leaves(operands)):
         return "in a shard_map with check_vma=True JAX hands such a kernel no reference to what varies over its axes"
@@ -136,7 +149,7 @@ def refusal(columns: Sequence[Columns], config: KernelConfig | None, *operands: 
     if config.rows is not None and not 0 < config.rows <= _MOST_ROWS:
         return f"config.rows must lie within 1 and {_MOST_ROWS}, got {config.rows}"
     if config.stages == 1 and not all(c.bulk for c in columns):
-        return f"config.stages: bulk copies move multiples of {_ACCESS_BYTES} bytes, not columns like these"
+        return f"config.stages: bulk copies move multiples of {_WIDE_BYTES} bytes, not columns like these"
     if config.stages == 1 and (config.rows or 1) * _row_bytes(columns) > _SHARED_BYTES:
         return f"{config.rows or 1} rows of {_row_bytes(columns)} bytes do not fit {_SHARED_BYTES} of shared memory"
     return None
@@ -176,19 +189,19 @@ def plan(columns: Sequence[Columns], n: int, config: KernelConfig, *, tile: bool
     staged = config.stages == 1
     if config.stages is None:
         can = all(c.bulk for c in columns) and (rows or 1) * row_bytes <= _SHARED_BYTES
-        staged = n > _FEW_ROWS and can and any(c.fill(staged=False) > 1 for c in columns)
+        staged = n > _FEW_ROWS and can and not all(c.fills for c in columns)
     spread = max(1, n // _BLOCKS)
     if not staged:
         return Plan(min(n, rows or min(spread, 4)), "straight")
-    fill = math.lcm(*(c.fill(staged=True) for c in columns))
-    tile &= fill <= min(spread if rows is None else rows, _MOST_ROWS)
+    least = math.lcm(*(c.batch for c in columns))
+    tile &= least <= min(spread if rows is None else rows, _MOST_ROWS)
     if rows is None:
-        rows = fill if tile else 1
+        rows = least if tile else 1
         while rows * row_bytes < _BATCH_BYTES and rows * 2 <= min(spread, _MOST_ROWS):
             rows *= 2
     rows = min(n, rows)
     tile_bytes = rows * sum(c.width * c.dense_bytes for c in columns)
-    return Plan(rows, "tile" if tile and rows % fill == 0 and tile_bytes <= THREADS * IN_FLIGHT_BYTES else "bulk")
+    return Plan(rows, "tile" if tile and rows % least == 0 and tile_bytes <= THREADS * IN_FLIGHT_BYTES else "bulk")
 
 
 def _row_bytes(columns: Sequence[Columns]) -> int:

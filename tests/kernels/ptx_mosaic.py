@@ -15,8 +15,7 @@ import ptx
 from ptx import Fault
 
 _WAIT = re.compile(r"\{\s*\.reg \.pred\s+P1;.*?(mbarrier\.try_wait\.[^;]*;).*?DONE:\s*\}", re.DOTALL)
-_PAIR = re.compile(r"\{\s*\.reg \.b16 result_pair<2>;(.*?;)\s*\}", re.DOTALL)
-_SHARED_BYTES = 1 << 18
+_PAIR = re.compile(r"\{\s*\.reg \.b16 result_pair<\d>;(.*?;)\s*\}", re.DOTALL)
 
 
 class Kernel(ptx.Kernel):
@@ -25,7 +24,7 @@ class Kernel(ptx.Kernel):
     def __init__(self, text: str) -> None:
         head, body = text[: text.index("{")], text[text.index("{") :]
         head = re.sub(r"\.maxntid (\d+), 1, 1", r".reqntid \1", head)
-        body = re.sub(r"^\s*\.loc\b[^\n]*", "", body, flags=re.MULTILINE)
+        body = re.sub(r"^\s*\.(?:loc|shared)\b[^\n]*", "", body, flags=re.MULTILINE)
         body = _PAIR.sub(r"\1", _WAIT.sub(r"\1", body)).replace("result_pair", "%result_pair")
         super().__init__(head + body)
 
@@ -38,7 +37,7 @@ class Kernel(ptx.Kernel):
         memory = {bases[id(a)]: a for a in distinct}
         params = {name: bases[id(a)] for name, a in zip(self.params, distinct, strict=True)}
         for x in range(grid[0]):
-            _Block(self, memory, params, (x, 0)).run()
+            _Block(self, memory, params, x).run()
 
 
 @dataclasses.dataclass
@@ -55,16 +54,14 @@ class _Barrier:
             self.pending, self.phases = self.count, self.phases + 1
 
 
-class _Block(ptx._Block):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.memory[ptx._SHARED] = ptx.Array(_SHARED_BYTES)
-        self.barriers: dict[int, _Barrier] = {}
+class _Block(ptx._Blocks):
+    """One block, since blocks take different branches."""
 
-    def _get(self, operand: str, kind: str) -> np.ndarray:
-        if operand.startswith("__dynamic_shmem__"):
-            return np.full(self.n, ptx._SHARED, np.uint64)
-        return super()._get(operand, kind)
+    def __init__(self, kernel: Kernel, memory: dict[int, ptx.Array], params: dict[str, int], block: int) -> None:
+        super().__init__(kernel, memory, params, 1, 0)
+        self.special["%ctaid.x"] = np.full(self.n, block, np.uint64)
+        self.special["__dynamic_shmem__0"] = np.full(self.n, ptx._SHARED, np.uint64)
+        self.barriers: dict[int, _Barrier] = {}
 
     def _execute(self, step: Any, on: np.ndarray) -> None:
         name, *rest = step.opcode
@@ -80,6 +77,8 @@ class _Block(ptx._Block):
             self._bulk(rest[2:], operands, on)
         elif name == "mbarrier":
             self._barrier(rest, operands, on)
+        elif name == "stmatrix":
+            self._matrix(rest, operands)
         else:
             super()._execute(step, on)
 
@@ -136,6 +135,16 @@ class _Block(ptx._Block):
         else:
             raise Fault(f"unknown mbarrier.{'.'.join(rest)}")
 
+    def _matrix(self, rest: list[str], operands: list[str]) -> None:
+        """Eight rows of 16 bytes: lanes 0 to 7 say where they are, each lane holds 4 bytes of one."""
+        if rest != ["sync", "aligned", "m8n8", "x1", "shared", "b16"]:
+            raise Fault(f"unknown stmatrix.{'.'.join(rest)}")
+        thread = np.arange(self.n)
+        starts = self._get(operands[0].strip("[] "), "u64")
+        lane = thread % ptx._WARP
+        self.registers["%at"] = starts[thread - lane + lane // 4] + (4 * (lane % 4)).astype(np.uint64)
+        self._access("st", ["shared", "b32"], ["[%at]", operands[1].strip("{} ")], np.ones(self.n, bool))
+
     def _compute(self, name: str, rest: list[str], operands: list[str]) -> np.ndarray:
         if name == "fma":
             a, b, c = (self._get(o, "f32").astype(np.longdouble) for o in operands)
@@ -151,19 +160,22 @@ class _Block(ptx._Block):
             return super()._convert(rest, operands)
         dtype, largest = formats[rest[-2]]
         codes = []
-        for operand in operands:
-            value = self._get(operand, "f32")
+        for operand in operands:  # the odd one of a pair may be anything
+            value = self._get(operand, "f32") if operand in self.registers else np.full(self.n, np.nan, np.float32)
             code = np.clip(value, -largest, largest).astype(dtype).view(np.uint8)
             codes.append(np.where(np.isnan(value), 0x7F, code).astype(np.uint64))
         return codes[1] | codes[0] << np.uint64(8)
 
     def _access(self, name: str, rest: list[str], operands: list[str], on: np.ndarray) -> None:
-        if rest[0] not in ("global", "shared") and not rest[0].startswith("param"):
-            return super()._access(name, ["global", *rest], operands, on)  # a generic address
-        if rest[0] == "shared":
-            place = 1 if name == "ld" else 0
-            register, _, offset = operands[place].strip("[] ").partition("+")
-            self.registers["%shared"] = (self._get(register, "u64") & np.uint64(0xFFFFFFFF)) | np.uint64(ptx._SHARED)
-            operands = [*operands]
-            operands[place] = f"[%shared+{offset or 0}]"
-        return super()._access(name, rest, operands, on)
+        if rest[0].startswith("param"):
+            return super()._access(name, rest, operands, on)
+        space = rest[0] if rest[0] in ("global", "shared") else "global"  # a generic address else
+        place = 1 if name == "ld" else 0
+        register, _, offset = operands[place].strip("[] ").partition("+")
+        address = self._get(register, "u64") + np.uint64(int(offset or 0) % 2**64)
+        if space == "shared":
+            address = address & np.uint64(0xFFFFFFFF) | np.uint64(ptx._SHARED)
+        self.registers["%address"] = address
+        operands = [*operands]
+        operands[place] = "[%address]"
+        return super()._access(name, [space, *rest[rest[0] == space :]], operands, on)
