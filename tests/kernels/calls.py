@@ -186,3 +186,24 @@ def check_move(
             rows = gather(buffer, src, layer=layer, **where)
             want = scatter(want, tgt, [rows], layer=layer, skip_slot=skip, **where)
         assert_rows(got[i], want, f"buffer {i}")
+
+
+def check_move_across(shape: tuple[int, ...], word: Any, slots: Slots) -> None:
+    """move_rows between four ranks, each a device."""
+    rng = np.random.default_rng(6)
+    tgt, src = loc_of(slots, rng), loc_of(slots, rng, repeat=True)
+    buffer = random_words(rng, (slots.dcp_size * ROWS, *shape), jnp.dtype(word))
+    devices, auto = jax.devices()[: slots.dcp_size], jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((slots.dcp_size,), ("dcp",), devices=devices, axis_types=(auto,))
+    spec = jax.sharding.PartitionSpec("dcp")
+
+    def move(buffer: Any) -> Any:
+        options = slots.plain | {"axis_name": "dcp", "dcp_rank": jax.lax.axis_index("dcp")}
+        return pallas_kernels.move_rows((buffer,), tgt, src, skip_slot=slots.skip_slot, **options)[0]
+
+    got = jax.jit(jax.shard_map(move, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(buffer)
+    parts = np.split(buffer, slots.dcp_size)
+    rows = sum(gather(part, src, rank=rank, **slots.plain) for rank, part in enumerate(parts))
+    skip = {"skip_slot": slots.skip_slot} | slots.plain
+    want = np.concatenate([scatter(part, tgt, [rows], rank=rank, **skip) for rank, part in enumerate(parts)])
+    assert_rows(got, want, "moved")

@@ -7,13 +7,13 @@ of the one that its pointer came from is an error, as is an instruction that thi
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 PAGE = 1 << 12
 _WARP = 32
-_SHARED = 0x7F << 40  # where the block's shared memory lies
+_SHARED, _SHARED_BYTES = 0x7F << 40, 1 << 18  # where the blocks' shared memory lies, so many bytes each
 
 
 class Fault(Exception):
@@ -37,20 +37,31 @@ class Array:
     def of(cls, data: np.ndarray) -> "Array":
         return cls(data.nbytes, data)
 
-    def read(self, at: int, size: int) -> np.ndarray:
-        page, offset = divmod(at, PAGE)
-        return self._page(page)[offset : offset + size]  # aligned accesses do not cross pages
+    def read(self, at: np.ndarray, size: int) -> np.ndarray:
+        """`[len(at), size]` bytes at those offsets, none across the end of a page."""
+        out = np.empty((len(at), size), np.uint8)
+        for page, mine, where in self._pages(at, size):
+            out[mine] = page[where]
+        return out
 
-    def write(self, at: int, data: np.ndarray) -> None:
-        page, offset = divmod(at, PAGE)
-        self._page(page)[offset : offset + len(data)] = data
+    def write(self, at: np.ndarray, data: np.ndarray) -> None:
+        """Stores the rows of `data` at those offsets."""
+        for page, mine, where in self._pages(at, data.shape[1]):
+            page[where] = data[mine]
+
+    def _pages(self, at: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        pages = at // PAGE
+        for number in np.unique(pages):
+            mine = np.flatnonzero(pages == number)
+            yield self._page(int(number)), mine, (at[mine] % PAGE)[:, None] + np.arange(size)
 
     def put(self, at: int, data: np.ndarray) -> None:
         """Writes any range."""
         while len(data):
-            room = PAGE - at % PAGE
-            self.write(at, data[:room])
-            at, data = at + room, data[room:]
+            page, offset = divmod(at, PAGE)
+            part = data[: PAGE - offset]
+            self._page(page)[offset : offset + len(part)] = part
+            at, data = at + len(part), data[len(part) :]
 
     def _page(self, page: int) -> np.ndarray:
         if page not in self.pages:
@@ -124,8 +135,7 @@ class Kernel:
         memory = {bases[id(a)]: a for a in distinct}
         values = {name: bases[id(a)] for name, a in zip(self.params, arrays, strict=False)}
         for y in range(grid[1]):
-            for x in range(grid[0]):
-                _Block(self, memory, values, (x, y)).run()
+            _Blocks(self, memory, values, grid[0], y).run()
 
 
 def _float(bits: np.ndarray) -> np.ndarray:
@@ -145,17 +155,17 @@ def _off_by_two(quotient: np.ndarray) -> np.ndarray:
 _SIZES = {"b8": 1, "u8": 1, "b16": 2, "u16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8}
 
 
-class _Block:
-    """The threads of a block. A register is 64 bits of each thread, of which an instruction uses what its type says."""
+class _Blocks:
+    """All threads of a row of blocks. A register is 64 bits of each; an instruction uses what its type says."""
 
-    def __init__(
-        self, kernel: Kernel, memory: dict[int, Array], params: dict[str, int], block: tuple[int, int]
-    ) -> None:
+    def __init__(self, kernel: Kernel, memory: dict[int, Array], params: dict[str, int], blocks: int, y: int) -> None:
         self.kernel, self.params = kernel, params
-        self.n = kernel.threads
+        self.n = kernel.threads * blocks
         self.registers: dict[str, np.ndarray] = {}
-        self.memory = memory | {_SHARED: Array(1 << 17)}
-        self.special = {"%tid.x": np.arange(self.n, dtype=np.uint64), "%ctaid.x": block[0], "%ctaid.y": block[1]}
+        self.memory = memory | {_SHARED: Array(blocks * _SHARED_BYTES)}
+        block, thread = np.divmod(np.arange(self.n, dtype=np.uint64), np.uint64(kernel.threads))
+        self.special = {"%tid.x": thread, "%ctaid.x": block, "%ctaid.y": np.full(self.n, y, np.uint64)}
+        self.special["global_smem"] = np.uint64(_SHARED) + block * np.uint64(_SHARED_BYTES)
 
     def run(self) -> None:
         at, body = 0, self.kernel.body
@@ -189,11 +199,9 @@ class _Block:
     def _get(self, operand: str, kind: str) -> np.ndarray:
         """The operand's value in every thread, as the numpy type of `kind`."""
         if operand in self.special:
-            value = np.broadcast_to(np.asarray(self.special[operand], np.uint64), self.n)
+            value = self.special[operand]
         elif operand.startswith("%"):
             value = self.registers[operand]
-        elif operand == "global_smem":
-            value = np.full(self.n, _SHARED, np.uint64)
         elif operand.startswith("0f"):
             value = np.full(self.n, int(operand[2:], 16), np.uint64)
         else:
@@ -328,26 +336,29 @@ class _Block:
             raise Fault(f"unknown {name}.{'.'.join(rest)}")
         names = [part.strip() for part in target.strip("{} ").split(",")]
         size = _SIZES[rest[-1]]
+        wide = size * len(names)
         addresses = self._get(register.strip(), "u64") + np.uint64(int(offset or 0))
-        loaded = np.zeros((self.n, len(names)), np.uint64)
-        values = [self._get(part, f"u{8 * size}") for part in names] if name == "st" else []
-        seen = set()
-        for thread in np.flatnonzero(on):
-            at = int(addresses[thread])
-            again = (thread // _WARP, at) in seen
-            seen.add((thread // _WARP, at))
-            array, offset_in = self.memory.get(at >> 40 << 40), at & ((1 << 40) - 1)
-            if array is None or offset_in + size * len(names) > array.size:
-                raise Fault(f"{self.kernel.name}: {name} of {size * len(names)} bytes outside of an array")
-            if offset_in % (size * len(names)):
-                raise Fault(f"{self.kernel.name}: {name} of {size * len(names)} bytes not aligned to them")
+        words = np.zeros((self.n, len(names)), np.dtype(f"uint{8 * size}"))
+        if name == "st":
+            words = np.stack([self._get(part, f"u{8 * size}") for part in names], axis=1)
+        data = words.view(np.uint8)
+        active = np.flatnonzero(on)
+        if (addresses[active] % np.uint64(wide)).any():
+            raise Fault(f"{self.kernel.name}: {name} of {wide} bytes not aligned to them")
+        together = np.stack([active // _WARP, addresses[active].astype(np.int64)], axis=1)
+        for base in np.unique(addresses[active] >> np.uint64(40)):
+            array = self.memory.get(int(base) << 40)
+            mine = active[addresses[active] >> np.uint64(40) == base]
+            at = (addresses[mine] & np.uint64((1 << 40) - 1)).astype(np.int64)
+            if array is None or at.max() + wide > array.size:
+                raise Fault(f"{self.kernel.name}: {name} of {wide} bytes outside of an array")
+            once = wide * len(np.unique(together[np.isin(active, mine)], axis=0))
             if name == "ld":
-                array.loaded += 0 if again else size * len(names)
-                loaded[thread] = array.read(offset_in, size * len(names)).view(np.dtype(f"uint{8 * size}"))
+                array.loaded += once
+                data[mine] = array.read(at, wide)
             else:
-                words = np.array([v[thread] for v in values], np.dtype(f"uint{8 * size}"))
-                array.stored += 0 if again else size * len(names)
-                array.write(offset_in, words.view(np.uint8))
+                array.stored += once
+                array.write(at, data[mine])
         if name == "ld":
             for i, part in enumerate(names):
-                self._set(part, loaded[:, i], on)
+                self._set(part, words[:, i], on)

@@ -113,6 +113,15 @@ def test_move_rows_reads_all_before_it_writes(use: Use, implementation: str, sha
         calls.check_move(shapes, word, Slots(dcp_size=1, layer=layer, n=18))
 
 
+@implementations("move_rows")
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_move_rows_crosses_ranks(use: Use, implementation: str, interleave: int):
+    if len(jax.devices()) < 4:
+        pytest.skip(f"needs four devices, there are {len(jax.devices())}")
+    with use("move_rows", implementation):
+        calls.check_move_across((1, 128), "uint16", Slots(interleave=interleave))
+
+
 @pytest.mark.parametrize("n", [0, 1, 5, 70])
 @implementations("scatter_mla")
 def test_any_number_of_rows(use: Use, implementation: str, n: int):
