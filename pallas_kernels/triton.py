@@ -7,6 +7,7 @@ stores them, every access masked by that test. A tile is `[rows, words]` with a 
 JAX deprecates this backend. To drop it, delete this file, the ops' `triton.py`, and the name in `dispatch`.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -368,7 +369,7 @@ def move(
         launch.kernel(loc_ref, dict(zip(traced, given, strict=True)), *sides)
 
     first = len(operands) - len(views)
-    with dispatch.for_gpu():
+    with contextlib.nullcontext() if interpret else dispatch.for_gpu():
         results = pl.pallas_call(
             kernel,
             grid=(pl.cdiv(n, rows), copies),
