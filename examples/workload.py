@@ -16,18 +16,13 @@ SYSTEM_PROMPTS = (
 )
 QUESTIONS = (
     "May I bring my dog?",
-    "How long does it take?",
     "What do I need to bring along?",
     "Is there anything for children?",
     "What would you do on a rainy Sunday?",
-    "Can I have it back a week later?",
-    "Who do I ask if something is wrong?",
-    "What is the cheapest way?",
     "I have only one hour, is that enough?",
-    "Do you take cards?",
-    "Where can I wait?",
     "Which one do you like best, and why?",
 )
+FOLLOW_UP = "And if I come a day later?"
 
 
 class Work(NamedTuple):
@@ -40,15 +35,14 @@ class Work(NamedTuple):
 def draw(tokenizer: Tokenizer, count: int, seed: int, shortest: int, longest: int) -> list[Work]:
     """`count` requests, their system prompts, questions and lengths drawn by `seed`.
 
-    Texts may have `shortest` to `longest` new tokens. A fifth of the requests goes on after a first answer.
+    Texts may have `shortest` to `longest` new tokens. A fifth of the requests asks on after a first answer.
     """
     rng = np.random.default_rng(seed)
     works = []
     for _ in range(count):
-        system, question, more = rng.choice(SYSTEM_PROMPTS), *rng.choice(QUESTIONS, 2)
-        text = turn("system", system) + turn("user", question)
+        text = turn("system", rng.choice(SYSTEM_PROMPTS)) + turn("user", rng.choice(QUESTIONS))
         if rng.random() < 0.2:
-            text += turn("assistant", "Yes.") + turn("user", more)
+            text += turn("assistant", "Yes.") + turn("user", FOLLOW_UP)
         ids = tokenizer.encode(f"{text}<|im_start|>assistant\n")
         works.append(Work(ids, int(rng.integers(shortest, longest + 1))))
     return works

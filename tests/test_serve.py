@@ -33,7 +33,7 @@ def short_works(model: Model) -> list[Work]:
     systems = [model.tokenizer.encode(text[:40]) for text in SYSTEM_PROMPTS[:2]]
     works = []
     for n in range(24):
-        prompt = systems[n % 2] + model.tokenizer.encode(QUESTIONS[n % 7 + n % 3])
+        prompt = systems[n % 2] + model.tokenizer.encode(QUESTIONS[n % 4 + n % 3])
         works.append(Work(prompt[:48] if n % 5 == 0 else prompt, int(rng.integers(4, 30))))
     works[5] = works[0]  # a prompt of whole pages, all of which are there: the last is run again for its logits
     return works
@@ -76,7 +76,7 @@ def test_the_command_serves_from_stripes_and_writes_numbers_and_a_picture(
 ):
     pytest.importorskip("matplotlib")
     numbers, picture = tmp_path / "numbers.json", tmp_path / "pool.png"
-    command = ["--model", "tiny", "--dcp", "4", "--requests", "24", "--pool-tokens", "800", "--seed", "3"]
+    command = ["--model", "tiny", "--dcp", "4", "--requests", "24", "--pool-tokens", "560", "--seed", "3"]
     assert serve.main([*command, "--json", str(numbers), "--plot", str(picture)]) == 0
     found = json.loads(numbers.read_text())
     assert list(found) == KEYS
@@ -86,7 +86,7 @@ def test_the_command_serves_from_stripes_and_writes_numbers_and_a_picture(
     out = capsys.readouterr().out
     for line in (
         "24/24 done, 0 running",
-        "200 tokens on each of 4 ranks, 800 in all",
+        "140 tokens on each of 4 ranks, 560 in all",
         f"{found['prefix_hit_tokens']} of ",
         f"{found['retractions']} times a running request was put off",
         "0 pages leaked",
@@ -146,7 +146,7 @@ def test_what_is_drawn_shares_system_prompts_and_is_the_same_for_a_seed(model: M
     assert works != draw(model.tokenizer, 100, 8, 5, 9)
     assert {work.max_new_tokens for work in works} == {5, 6, 7, 8, 9}
     assert len({tuple(work.prompt_ids[:120]) for work in works}) == len(SYSTEM_PROMPTS)
-    assert 36 < len({tuple(work.prompt_ids) for work in works}) < 100
+    assert 18 < len({tuple(work.prompt_ids) for work in works}) <= 36
     text = model.tokenizer.decode(works[0].prompt_ids)
     assert text.startswith("<|im_start|>system\nYou ")
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
