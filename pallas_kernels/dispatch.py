@@ -16,11 +16,11 @@ from jax import lax
 # op -> its implementations, one module `pallas_kernels.<op>.<name>` each, with a function of the op's name. A kernel's
 # module also has `unsupported(*args, **options)`: why its function cannot take these arguments, or None.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "scatter_kv": ("triton", "xla"),
-    "scatter_mla": ("triton", "xla"),
-    "scatter_rows": ("triton", "xla"),
-    "gather_rows": ("triton", "xla"),
-    "move_rows": ("triton", "xla"),
+    "scatter_kv": ("triton", "mosaic", "xla"),
+    "scatter_mla": ("triton", "mosaic", "xla"),
+    "scatter_rows": ("triton", "mosaic", "xla"),
+    "gather_rows": ("triton", "mosaic", "xla"),
+    "move_rows": ("triton", "mosaic", "xla"),
 }
 
 
@@ -31,7 +31,7 @@ class KernelConfig:
     Attributes:
       rows: rows that one program (a block of threads) moves.
       warps: warps of 32 threads in a program (triton only).
-      stages: batches of rows that a program keeps in flight in shared memory (mosaic only).
+      stages: 0: rows go straight to their slots; 1: by way of shared memory (mosaic only).
     """
 
     rows: int | None = None

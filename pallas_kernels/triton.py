@@ -9,6 +9,7 @@ JAX deprecates this backend. To drop it, delete this file, the ops' `triton.py`,
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -269,8 +270,9 @@ class _Launch:
         row = index.local_row(loc, self.count, **self.slots | {"dcp_rank": values["rank"]})
         here = live & (row >= 0)
         group = pl.program_id(1) if self.over == "layers" else zero
-        layer = group if values["layer"] is None else values["layer"]
+        layer = group
         if values["layer"] is not None:
+            layer = zero + values["layer"]
             inside = (layer >= 0) & (layer < self.layers)
             here, layer = here & inside, jnp.where(inside, layer, 0).astype(jnp.int32)
         # What is not here is masked. Its row lies past the end for an interpreter, which drops that, masked or not.
@@ -297,14 +299,15 @@ class _Launch:
             for batch in _batches(self.pieces, some, self.rows, self.warps):
                 tiles = [plgpu.load(load_from(*tile), mask=mask(loaded, tile[2]), other=0) for tile in batch]
                 for (i, start, width), tile in zip(batch, tiles, strict=True):
-                    if self.scattering and self.pieces[i].encode is not None:
-                        tile = self.pieces[i].encode(tile, values[i], self.divide)
+                    encode = self.pieces[i].encode
+                    if self.scattering and encode is not None:
+                        tile = encode(tile, values[i], self.divide)
                     plgpu.store(store_to(i, start, width), tile, mask=mask(stored, width))
 
         if self.over != "columns":
             return run(range(len(self.pieces)))
         for i in range(len(self.pieces)):
-            pl.when(pl.program_id(1) == i)(lambda i=i: run([i]))
+            pl.when(pl.program_id(1) == i)(functools.partial(run, [i]))
 
 
 def _tile(ref, first, row, start: int, width: int):
@@ -353,7 +356,7 @@ def move(
     pieces = [_Piece.of(c, words[c.buffer]) for c in columns]
     views = [_vary(_to_words(b, (layers, count, -1), w), axes) for b, w in zip(buffers, words, strict=True)]
     arrays, out = [], [dispatch.result_type((groups, n, p.width), _uint(p.word_bytes), axes) for p in pieces]
-    if scattering:
+    if dense is not None:
         out = [dispatch.result_type(v.shape, v.dtype, axes) for v in views]
         arrays = [_to_words(d, (groups, n, -1), p.dense_bytes) for d, p in zip(dense, pieces, strict=True)]
     operands = [loc, *traced.values(), *arrays, *views]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from pallas_kernels import triton
 
@@ -28,11 +29,12 @@ def gather_rows(buffers, loc, *, layer, split, config, interpret, **slots):
     lead, columns = _plan(buffers, layer, split)
     options = {"layer": layer, "slots": slots, "config": config, "interpret": interpret}
     parts = iter(triton.move("gather_rows", buffers, loc, [c for own in columns for c in own], None, **options))
-    results = []
+    results: list[Any] = []
     for buffer, own in zip(buffers, columns, strict=True):
         shape = loc.shape[0], *buffer.shape[lead:-1]
         rows = [next(parts).reshape(*shape, buffer.shape[-1] if len(own) == 1 else c.width) for c in own]
-        if split is not None:
-            rows = rows if len(rows) == 2 else (rows[0][..., :split], rows[0][..., split:])
-        results.append(rows[0] if split is None else tuple(rows))
+        if split is None:
+            results.append(rows[0])
+        else:
+            results.append(tuple(rows) if len(rows) == 2 else (rows[0][..., :split], rows[0][..., split:]))
     return tuple(results)

@@ -1,5 +1,7 @@
 """move_rows in Triton: two launches for all layers of a stacked pool, gather and scatter, with the exchange between."""
 
+import jax
+
 from pallas_kernels import index, triton
 
 # Separate arrays are operands of one kernel, each with code of its own: so many at a time.
@@ -20,7 +22,7 @@ def unsupported(buffers, tgt_loc, src_loc, *, stacked=False, config=None, **_):
 
 def move_rows(buffers, tgt_loc, src_loc, *, stacked, axis_name, skip_slot, config, interpret, **slots):
     options = {"over": "layers" if stacked else "columns", "config": config, "interpret": interpret}
-    moved = []
+    moved: list[jax.Array] = []
     for group in _groups(buffers, stacked):
         columns = triton.whole_rows(group, 1 + stacked)
         rows = triton.move("gather_rows", group, src_loc, columns, None, slots=slots, **options)
