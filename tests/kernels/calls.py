@@ -51,7 +51,7 @@ def loc_of(slots: Slots, rng: np.random.Generator, *, repeat: bool = False) -> n
     """Ids of every kind, the good ones distinct unless `repeat`, in random order."""
     info = np.iinfo(slots.ids)
     bad = [-1, -2, -slots.bound, slots.bound, slots.bound + 1, 3 * slots.bound, info.min, info.max]
-    good = [0, 1, slots.bound - 1, *(1 + rng.permutation(slots.bound - 2))][: max(slots.n - len(bad), 0)]
+    good = [0, 1, slots.bound - 1, *(2 + rng.permutation(slots.bound - 3))][: max(slots.n - len(bad), 0)]
     if repeat:
         good = [good[0], *good[:-1]]
     return rng.permutation(np.array([*bad, *good][: slots.n], slots.ids))
