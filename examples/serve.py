@@ -61,7 +61,7 @@ def serve(
     dcp: int = 1,
     kv_dtype: str = "bf16",
     pool_tokens: int | None = None,
-    lanes: int = 32,
+    lanes: int = 40,
     show: display.Progress | None = None,
 ) -> Result:
     """Serves `works` together, then each alone. With several processes, each calls this alike and gets it all.
@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dcp", type=int, default=1, metavar="C", help="ranks that share the tokens of a sequence")
     p.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="what the pool stores (default bf16)")
     p.add_argument("--max-new-tokens", type=int, default=24, metavar="N", help="of the longest texts (default 24)")
-    p.add_argument("--lanes", type=int, default=32, metavar="N", help="requests that run at once (default 32)")
+    p.add_argument("--lanes", type=int, default=40, metavar="N", help="requests that run at once (default 40)")
     p.add_argument("--seed", type=int, default=0, metavar="S", help="of the requests that are drawn (default 0)")
     p.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what of the pool was in use, over time")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of the last lines")
