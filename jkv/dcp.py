@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jkv.slots import SlotSpace
+from pallas_kernels import index
 
 
 def attend_rows(
@@ -97,7 +98,7 @@ def local_rows(slots: SlotSpace, table: Any, lens: Any, rank: Any) -> tuple[Any,
       rows `[B, L]` (or as many columns as a rank can own of L positions), -1 past the end, and how many, `[B]` int32.
     """
     xp: Any = jnp if any(isinstance(x, jax.Array) for x in (table, lens, rank)) else np
-    table, lens = xp.asarray(table), xp.asarray(lens)
+    table, lens = _table(table, lens, xp, "local_rows")
     live = xp.arange(table.shape[1]) < lens[:, None]
     rows = slots.localize_compact(xp.where(live, table, -1), rank)
     width = max_local_len(slots, table.shape[1])
@@ -118,10 +119,21 @@ def local_page_table(slots: SlotSpace, table: Any, lens: Any, rank: Any) -> tupl
       of them are live, `[B]` int32: row i of a request is row `i % page_size` of its page `i // page_size`.
     """
     xp: Any = jnp if any(isinstance(x, jax.Array) for x in (table, lens, rank)) else np
-    table, lens = xp.asarray(table), xp.asarray(lens)
+    table, lens = _table(table, lens, xp, "local_page_table")
     first = xp.arange(0, table.shape[1], slots.alloc_page_size)
     pages = xp.where(first < lens[:, None], table[:, first] // slots.alloc_page_size, 0)
     return pages, slots.local_lens(lens, rank).astype(np.int32)
+
+
+def _table(table: Any, lens: Any, xp: Any, where: str) -> tuple[Any, Any]:
+    """Validates a batch's table of slot ids and its lengths."""
+    shape = np.shape(table)
+    if len(shape) != 2 or np.shape(lens) != shape[:1]:
+        raise ValueError(f"{where}: table must be [B, L] and lens [B], got {shape} and {np.shape(lens)}")
+    ids = index.as_slot_ids(table.reshape(-1) if isinstance(table, jax.Array) else np.ravel(table), where, "table")
+    if not isinstance(lens, jax.core.Tracer) and shape[0] and not 0 <= np.min(lens) <= np.max(lens) <= shape[1]:
+        raise ValueError(f"{where}: lens must be in [0, {shape[1]}], the columns of table, got {np.asarray(lens)}")
+    return xp.asarray(ids).reshape(shape), xp.asarray(lens)
 
 
 def max_local_len(slots: SlotSpace, length: int) -> int:

@@ -6,12 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
+
+
+def varying_axes(arrays: Any) -> frozenset[str]:
+    """Axes of a shard_map that checks them (`check_vma`) over which any of the arrays varies."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
+
+
+def _only(spec: P, axes: set[str]) -> P:
+    """`spec` without the axes that are not among `axes`."""
+    parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+    return P(*(tuple(name for name in names if name in axes) or None for names in parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +47,9 @@ class Ranks:
         Raises:
           ValueError: an axis without a mesh, or one that the mesh lacks or that is named twice.
         """
-        dcp = (dcp_axis,) if isinstance(dcp_axis, str) else tuple(dcp_axis or ())
+        if not isinstance(mesh, Mesh | AbstractMesh | None):
+            raise ValueError(f"{where}: mesh must be a jax Mesh, an AbstractMesh or None, got {mesh!r}")
+        dcp = (dcp_axis,) if not isinstance(dcp_axis, tuple | list | None) else tuple(dcp_axis or ())
         axes = dcp if tp_axis is None else (*dcp, tp_axis)
         if mesh is None:
             if axes:
@@ -81,8 +94,11 @@ class Ranks:
             return arrays
         mesh = self._mesh_of((arrays, like))
 
+        explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+
         def move(spec, tree):
-            return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, spec)), tree)
+            sharding = NamedSharding(mesh, _only(spec, explicit))
+            return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), tree)
 
         return jax.tree.map(move, specs, arrays, is_leaf=_is_spec)
 
@@ -114,18 +130,12 @@ class Ranks:
             return local
         opened = mine - manual if manual else set(self.mesh.axis_names)
 
-        def keep(spec):
-            """A spec without the axes that are open already."""
-            parts = []
-            for part in spec:
-                names = tuple(n for n in ((part,) if isinstance(part, str) else part or ()) if n in opened)
-                parts.append(names or None)
-            return P(*parts)
-
-        in_specs, out_specs = jax.tree.map(keep, (in_specs, out_specs), is_leaf=_is_spec)
+        in_specs, out_specs = jax.tree.map(lambda s: _only(s, opened), (in_specs, out_specs), is_leaf=_is_spec)
 
         def mapped(*args):
-            options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": opened, "check_vma": False}
+            # Within a shard_map that checks what varies over its axes, the inner one must say so of its results too.
+            options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": opened}
+            options["check_vma"] = bool(varying_axes(args) & manual)
             return jax.shard_map(local, mesh=self._mesh_of(args), **options)(*self.reshard(args, in_specs))
 
         return mapped

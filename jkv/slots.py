@@ -18,25 +18,27 @@ LayerId: TypeAlias = int | jax.Array
 """A layer number of the model; a traced one needs a stacked pool."""
 
 
-def positive_int(value: Any, where: str, name: str) -> int:
-    """`value` as an int; ValueError that names `where` and `name` unless it is a positive integer."""
+def positive_int(value: Any, where: str, name: str, least: int = 1) -> int:
+    """`value` as an int; ValueError that names `where` and `name` unless it is an integer of at least 1, or 0."""
     try:
         number = operator.index(value)
     except TypeError:
-        number = 0
-    if number <= 0 or isinstance(value, bool):
-        raise ValueError(f"{where}: {name} must be a positive integer, got {value!r}")
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ValueError(f"{where}: {name} must be a {'positive' if least else 'non-negative'} integer, got {value!r}")
     return number
 
 
-def _wide(x: Any) -> Any:
-    """Integers in a width that ids and their products fit: int32 at least. Signed, as -1 is an answer."""
+def _wide(x: Any, bound: int) -> Any:
+    """Integers in a width that ids below `bound` fit: int32 at least. Signed, as -1 is an answer."""
     if isinstance(x, int):
         return x
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x) if np.size(x) else np.asarray(x, np.int32)
     if not jnp.issubdtype(x.dtype, jnp.signedinteger):
         raise TypeError(f"SlotSpace: expected signed integers (int32), got {x.dtype}")
-    return x.astype(np.int32) if x.dtype.itemsize < 4 else x
+    width = np.int64 if bound > index.INT32_MAX else np.int32
+    return x.astype(width) if x.dtype.itemsize < np.dtype(width).itemsize else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +99,21 @@ class SlotSpace:
 
     def owner(self, loc: Any) -> Any:
         """Rank that stores each id (`loc >= 0`): `(loc // interleave) % dcp_size`."""
-        return index.owner(_wide(loc), self.dcp_size, self.interleave)
+        return index.owner(_wide(loc, self.bound), self.dcp_size, self.interleave)
 
     def row(self, loc: Any) -> Any:
         """Row of each id (`loc >= 0`) in its owner's buffers."""
-        return index.row(_wide(loc), self.dcp_size, self.interleave)
+        return index.row(_wide(loc, self.bound), self.dcp_size, self.interleave)
 
     def slot(self, row: Any, rank: Any) -> Any:
         """The id stored at `row` of `rank`: the inverse of `owner` and `row`."""
-        return index.slot(_wide(row), _wide(rank), self.dcp_size, self.interleave)
+        return index.slot(_wide(row, self.bound), _wide(rank, self.bound), self.dcp_size, self.interleave)
 
     def localize(self, loc: Any, rank: Any) -> Any:
         """Row of each id on `rank`; -1 where another rank owns it or it is out of range. `loc` has any shape."""
-        return index.local_row(_wide(loc), self.rows, dcp_size=self.dcp_size, dcp_rank=rank, interleave=self.interleave)
+        return index.local_row(
+            _wide(loc, self.bound), self.rows, dcp_size=self.dcp_size, dcp_rank=rank, interleave=self.interleave
+        )
 
     def localize_compact(self, loc: Any, rank: Any) -> Any:
         """As `localize`, the owned rows moved to the front of the last axis in their order, -1 behind them."""
@@ -123,9 +127,13 @@ class SlotSpace:
 
         A sequence starts at a page boundary, so that position p lies on the rank of id p.
         """
-        start = None if start is None else _wide(start)
+        start = None if start is None else _wide(start, self.bound)
         return index.local_lens(
-            _wide(lens), _wide(rank), dcp_size=self.dcp_size, interleave=self.interleave, start=start
+            _wide(lens, self.bound),
+            _wide(rank, self.bound),
+            dcp_size=self.dcp_size,
+            interleave=self.interleave,
+            start=start,
         )
 
 
@@ -149,6 +157,6 @@ def pad_slots(loc: SlotIds, length: int, padding_slot: int = 0) -> jax.Array | n
 
 
 def check_padding_slot(padding_slot: int, where: str) -> None:
-    """Raises ValueError unless `padding_slot` is 0 or -1."""
-    if padding_slot not in (0, -1) or isinstance(padding_slot, bool):
+    """Raises ValueError unless `padding_slot` is the int 0 or -1."""
+    if type(padding_slot) is not int or padding_slot not in (0, -1):
         raise ValueError(f"{where}: padding_slot must be 0 or -1, got {padding_slot!r}")

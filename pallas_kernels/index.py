@@ -49,6 +49,8 @@ def local_row(loc, rows: int, *, dcp_size: int = 1, dcp_rank=0, interleave: int 
       skip_slot: an id to treat as out of range (the padding slot), or None.
     """
     xp = _xp(loc, dcp_rank)
+    if rows * dcp_size > INT32_MAX:  # int32 ids are fine, but not their comparison with such a bound
+        loc = loc.astype(np.int64)
     ok = (loc >= 0) & (loc < rows * dcp_size)
     if skip_slot is not None:
         ok &= loc != skip_slot
@@ -82,14 +84,18 @@ def as_slot_ids(loc, where: str, name: str = "loc"):
       ValueError: not one-dimensional, or an id that int32 would truncate (JAX does so silently: 2**32 + 5 becomes 5).
     """
     if not isinstance(loc, jax.Array):
-        host = np.asarray(loc)
+        try:
+            host = np.asarray(loc)
+        except ValueError as error:
+            raise ValueError(f"{where}: {name} must have shape [N]: {error}") from None
         loc = host.astype(np.int32) if host.size == 0 and isinstance(loc, list | tuple) else host
     if not jnp.issubdtype(loc.dtype, jnp.signedinteger):
         raise TypeError(f"{where}: {name} must hold signed integers (int32), got {loc.dtype}")
     if loc.ndim != 1:
         raise ValueError(f"{where}: {name} must have shape [N], got {loc.shape}")
-    wide = jax.dtypes.canonicalize_dtype(loc.dtype) if loc.itemsize > 4 else np.dtype(np.int32)
-    if isinstance(loc, np.ndarray) and loc.itemsize > 4 and wide == np.int32:
+    wide = jax.dtypes.canonicalize_dtype(loc.dtype) if loc.dtype.itemsize > 4 else np.dtype(np.int32)
+    if loc.dtype.itemsize > 4 and wide == np.int32 and not isinstance(loc, jax.core.Tracer):
+        loc = np.asarray(loc)
         truncated = loc[loc != loc.astype(np.int32)]
         if truncated.size:
             raise ValueError(
@@ -108,10 +114,15 @@ def slot_options(where: str, rows: int, *, dcp_size, dcp_rank, interleave, **ski
     for name, value in (("dcp_size", dcp_size), ("interleave", interleave)):
         if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{where}: {name} must be a positive integer, got {value!r}")
-    if not isinstance(dcp_rank, jax.core.Tracer) and not 0 <= dcp_rank < dcp_size:
+    if not isinstance(dcp_rank, jax.core.Tracer) and not (np.isscalar(dcp_rank) and dcp_rank in range(dcp_size)):
         raise ValueError(f"{where}: dcp_rank must be in [0, {dcp_size}), got {dcp_rank}")
+    if rows * dcp_size > INT32_MAX and jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        raise ValueError(f"{where}: slot ids of {rows} rows on {dcp_size} ranks do not fit int32; enable x64")
     if rows % interleave:
         raise ValueError(f"{where}: interleave {interleave} must divide the {rows} rows of a rank")
+    for name, value in skip.items():
+        if not isinstance(value, int | np.integer | None):
+            raise ValueError(f"{where}: {name} must be an integer or None, got {value!r}")
     return {"dcp_size": int(dcp_size), "dcp_rank": dcp_rank, "interleave": int(interleave), **skip}
 
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jkv import checks
 from jkv.host_copy import HostCopy, kind_of
 from jkv.layout import Buffer, Layout
 from jkv.pools import programs
-from jkv.ranks import Ranks
+from jkv.ranks import Ranks, varying_axes
 from jkv.slots import LayerId, SlotIds, SlotSpace, check_padding_slot, positive_int
 from pallas_kernels import codecs, index
 
@@ -91,8 +91,7 @@ class Pool:
         where = cls.__name__
         ranks = Ranks.create(mesh, dcp_axis, tp_axis, where)
         check_padding_slot(padding_slot, where)
-        if not isinstance(start_layer, int) or start_layer < 0:
-            raise ValueError(f"{where}: start_layer must be a non-negative integer, got {start_layer!r}")
+        start_layer = positive_int(start_layer, where, "start_layer", least=0)
         for buffer in buffers:
             if buffer.split_heads and buffer.heads % ranks.tp_size:
                 ways = f"the {ranks.tp_size} ranks of tp_axis {tp_axis!r}"
@@ -181,9 +180,11 @@ class Pool:
             if layer_id.shape != () or not jnp.issubdtype(layer_id.dtype, jnp.integer):
                 raise IndexError(f"{door}: layer_id must be one integer, got {layer_id.dtype}{list(layer_id.shape)}")
             checks.probe_layer(layer_id, first, layout.layer_num, door)
-            at = layer_id.astype(jnp.int32) - first
+            at = (layer_id if layer_id.dtype.itemsize > 4 else layer_id.astype(jnp.int32)) - first
         else:
             try:
+                if isinstance(layer_id, bool):
+                    raise TypeError
                 at = operator.index(layer_id) - first
             except TypeError:
                 raise IndexError(f"{door}: layer_id must be one integer, got {layer_id!r}") from None
@@ -212,7 +213,12 @@ class Pool:
         """Validated slot ids, replicated on an Explicit mesh and, with checks on, probed under `label`."""
         loc = index.as_slot_ids(loc, door, name)
         if isinstance(loc, jax.core.Tracer):
+            varying = varying_axes(loc) & set(self.layout.ranks.dcp_axis)
+            if varying:
+                raise ValueError(f"{door}: {name} must be the same on all DCP ranks, it varies over {sorted(varying)}")
             loc = self.layout.ranks.reshard(loc, P(), like=self.arrays)
+        elif isinstance(loc, jax.Array) and not loc.sharding.is_fully_replicated:
+            loc = jax.device_put(loc, NamedSharding(loc.sharding.mesh, P()))
         checks.probe_ids(
             loc,
             label or door,
@@ -334,6 +340,8 @@ class Pool:
         door = f"load_cpu_copy ({self.label})"
         ids = self._ids(loc, door, distinct=True)
         expected = kind_of(self.label, self.layout)
+        if not isinstance(host, HostCopy):
+            raise ValueError(f"{door}: host must be what get_cpu_copy returned, got {type(host).__name__}")
         if host.kind != expected:
             raise ValueError(f"{door}: the copy is of {host.kind}; this pool holds {expected}")
         if host.words[0].shape[1] != ids.shape[0]:

@@ -125,6 +125,7 @@ class MHATokenToKVPool(Pool):
           As `set_kv_buffer`.
         """
         door = f"get_kv ({self.label})"
+        dst_dtype = codecs.as_float_dtype(dst_dtype, door, "dst_dtype")
         k, v = self._fetch(door, layer_id, loc)
         k_scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
         v_scale = codecs.as_scale(v_scale, self.dtype, door, "v_scale")

@@ -117,6 +117,7 @@ class MLATokenToKVPool(Pool):
         """
         door = f"get_kv ({self.label})"
         scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
+        dst_dtype = codecs.as_float_dtype(dst_dtype, door, "dst_dtype")
         (words,) = self._fetch(door, layer_id, loc)
         row = codecs.from_words(words, self.dtype, scale, dst_dtype)
         return row, row[..., : self.kv_lora_rank]
@@ -127,6 +128,7 @@ class MLATokenToKVPool(Pool):
         """As `get_kv`, the row in its two parts: `[N, 1, kv_lora_rank]` and `[N, 1, qk_rope_head_dim]`."""
         door = f"get_mla_kv_buffer ({self.label})"
         scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
+        dst_dtype = codecs.as_float_dtype(dst_dtype, door, "dst_dtype")
         ((nope, rope),) = self._fetch(door, layer_id, loc, split=self.kv_lora_rank)
         return (
             codecs.from_words(nope, self.dtype, scale, dst_dtype),

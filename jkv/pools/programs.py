@@ -43,7 +43,7 @@ def fetch(layout, split, buffers, layer, loc):
     def local(rank, buffers, layer, loc):
         options = layout.slot_options(rank) | {"layer": layer, "split": split}
         rows = gather_rows(buffers, loc, **options)
-        return index.sum_rows(rows, layout.ranks.dcp_axis) if layout.slots.dcp_size > 1 else rows
+        return index.sum_rows(rows, layout.ranks.dcp_axis) if layout.ranks.dcp_axis else rows
 
     return layout.ranks.map(local, (layout.specs, P(), P()), layout.row_specs)(buffers, layer, loc)
 
@@ -104,7 +104,7 @@ def fetch_all(pool, loc):
             rows = tuple(index.take_rows(buffer, row, layer=every) for buffer in buffers)
         else:
             rows = tuple(jnp.stack([index.take_rows(b, row) for b in layers]) for layers in buffers)
-        if layout.slots.dcp_size > 1:
+        if layout.ranks.dcp_axis:
             rows = index.sum_rows(rows, layout.ranks.dcp_axis)
         if layout.ranks.tp_size > 1:
             tp = layout.ranks.tp_axis

@@ -71,6 +71,19 @@ def as_rows(rows, shapes: list[tuple[int, ...]], where: str, name: str) -> jax.A
     return rows.reshape(shapes[0])
 
 
+def as_float_dtype(dtype, where: str, name: str) -> jnp.dtype | None:
+    """Validates a dtype that rows are to be read in; None stays None. ValueError for what is no float dtype."""
+    if dtype is None:
+        return None
+    try:
+        parsed = jnp.dtype(dtype)
+    except TypeError:
+        parsed = None
+    if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
+        raise ValueError(f"{where}: {name} must be a float dtype, got {dtype!r}")
+    return parsed
+
+
 def as_scale(scale, dtype, where: str, name: str) -> jax.Array | None:
     """Validates a scale: None, a positive number, or an array of shape () or (1,); float32 `()` comes back.
 
@@ -81,8 +94,11 @@ def as_scale(scale, dtype, where: str, name: str) -> jax.Array | None:
         return None
     if not is_fp8(dtype):
         raise ValueError(f"{where}: {name} is for FP8 rows only, and these are {jnp.dtype(dtype).name}")
-    with np.errstate(over="ignore"):
-        array = scale.astype(jnp.float32) if isinstance(scale, jax.Array) else np.asarray(scale, np.float32)
+    try:
+        with np.errstate(over="ignore"):
+            array = scale.astype(jnp.float32) if isinstance(scale, jax.Array) else np.asarray(scale, np.float32)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {name} must be a number or an array of one, got {scale!r}") from None
     if array.shape not in ((), (1,)):
         raise ValueError(f"{where}: {name} must be a number or have shape () or (1,), got shape {array.shape}")
     # Judged as float32, which is what divides: 1e-50 is zero there and 1e300 infinite.

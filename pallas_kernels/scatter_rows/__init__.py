@@ -42,6 +42,8 @@ def scatter_rows(
       TypeError: `loc` is not of signed integers. ValueError: shapes that do not fit, or an unknown implementation.
     """
     cache, rows, loc = jnp.asarray(cache), jnp.asarray(rows), index.as_slot_ids(loc, "scatter_rows")
+    if not cache.ndim or not cache.shape[0]:
+        raise ValueError(f"scatter_rows: cache must have rows, got shape {cache.shape}")
     expected = (loc.shape[0], *cache.shape[1:])
     if rows.shape != expected:
         raise ValueError(f"scatter_rows: rows must have shape {expected}, got {rows.shape}")
