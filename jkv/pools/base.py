@@ -217,7 +217,7 @@ class Pool:
             if varying:
                 raise ValueError(f"{door}: {name} must be the same on all DCP ranks, it varies over {sorted(varying)}")
             loc = self.layout.ranks.reshard(loc, P(), like=self.arrays)
-        elif isinstance(loc, jax.Array) and not loc.sharding.is_fully_replicated:
+        elif isinstance(loc, jax.Array) and isinstance(loc.sharding, NamedSharding):
             loc = jax.device_put(loc, NamedSharding(loc.sharding.mesh, P()))
         checks.probe_ids(
             loc,
