@@ -44,14 +44,14 @@ class _Backend:
     """What a kind of GPU kernel needs: a JAX that has `module`, and a chip."""
 
     module: str
-    oldest_jax: tuple[int, int]
+    oldest_jax: tuple[int, ...]
     compute_capability: int
 
 
 _BACKENDS = {
     # In the order of preference for a program that is lowered for CUDA.
     "triton": _Backend("jax.experimental.pallas.triton", (0, 10), 80),
-    "mosaic": _Backend("jax.experimental.pallas.mosaic_gpu", (0, 11), 90),
+    "mosaic": _Backend("jax.experimental.pallas.mosaic_gpu", (0, 11, 1), 90),  # in 0.11.0 no kernel writes to a reference
 }
 
 # A word of the device kind, which is what a mesh says of its chips, and the compute capability times ten.
@@ -132,7 +132,7 @@ def unavailable(implementation: str, device_kind: str | None = None) -> str | No
     if implementation == "xla":
         return None
     backend = _BACKENDS[implementation]
-    if jax.__version_info__[:2] < backend.oldest_jax:
+    if jax.__version_info__ < backend.oldest_jax:
         return f"it needs JAX {'.'.join(map(str, backend.oldest_jax))}, this is {jax.__version__}"
     try:
         importlib.import_module(backend.module)
