@@ -51,7 +51,8 @@ class _Backend:
 _BACKENDS = {
     # In the order of preference for a program that is lowered for CUDA.
     "triton": _Backend("jax.experimental.pallas.triton", (0, 10), 80),
-    "mosaic": _Backend("jax.experimental.pallas.mosaic_gpu", (0, 11, 1), 90),  # in 0.11.0 no kernel writes to a reference
+    # In JAX 0.11.0 no kernel can write to a reference.
+    "mosaic": _Backend("jax.experimental.pallas.mosaic_gpu", (0, 11, 1), 90),
 }
 
 # A word of the device kind, which is what a mesh says of its chips, and the compute capability times ten.
