@@ -123,6 +123,16 @@ def test_the_platform_that_is_lowered_for_chooses():
         assert "gpu.triton" in export_rows(None)
 
 
+@pytest.mark.parametrize("layer", [0, 1, 2, -1, np.int64(1)])
+def test_a_layer_may_be_a_number(layer: Any):
+    buffer, row = jax.ShapeDtypeStruct((2, 16, 1, 128), jnp.uint16), jax.ShapeDtypeStruct((4, 1, 128), jnp.bfloat16)
+    write = lambda b, loc, x: pallas_kernels.scatter_mla(b, loc, x, dtype=jnp.bfloat16, layer=layer)  # noqa: E731
+    read = lambda b, loc, x: pallas_kernels.gather_rows(b, loc, layer=layer)  # noqa: E731
+    for fn in (write, read):
+        export = jax.export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=jkv.export_disabled_checks())
+        assert "gpu.triton" in export(buffer, LOC, row).mlir_module()
+
+
 def test_a_config_reaches_the_kernel_and_nothing_else():
     text = export_rows(None, config=KernelConfig(rows=2, warps=8))
     assert "grid_x = 2 : i32" in text
