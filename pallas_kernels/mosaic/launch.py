@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
@@ -43,7 +44,7 @@ class Batch:
         self._launch, self._refs, count = launch, refs, launch.plan.rows
         block, blocks = lax.axis_index("block"), pl.cdiv(launch.n, count)
         if launch.every:
-            layer, block = lax.div(block, blocks), lax.rem(block, blocks)
+            layer, block = lax.div(block, np.int32(blocks)), lax.rem(block, np.int32(blocks))
         # The last batch ends with the last row; the rows that it shares with the one before are not its own.
         self._first = block * count
         self.start = jnp.minimum(self._first, launch.n - count)

@@ -63,6 +63,11 @@ def test_every_way_moves(config: KernelConfig, layer: Any):
     calls.check_move([(2, 64), (2, 80)], "uint16", Slots(dcp_size=1, layer=layer, n=14), config)
 
 
+def test_64_bit_ids_move_all_layers():
+    with jax.enable_x64(True):
+        calls.check_move([(1, 32)], "uint32", Slots(dcp_size=1, layer=0, n=10, ids=np.int64))
+
+
 def test_rows_of_656_bytes_go_in_bulk():
     calls.check_scatter_rows((656,), "uint8", "uint8", Slots(dcp_size=1, n=10), STAGED)
 
