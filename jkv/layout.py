@@ -84,6 +84,11 @@ class Layout:
         return tuple(map(self.spec, self.buffers))
 
     @property
+    def array_specs(self) -> tuple[P | tuple[P, ...], ...]:
+        """For each buffer the sharding of its one array, or of each layer's: as a pool's `arrays` are."""
+        return self.specs if self.stacked else tuple((spec,) * self.layer_num for spec in self.specs)
+
+    @property
     def row_specs(self) -> tuple[P, ...]:
         """`row_spec` of every buffer."""
         return tuple(map(self.row_spec, self.buffers))

@@ -9,14 +9,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import dispatch
+
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
-
-
-def varying_axes(arrays: Any) -> frozenset[str]:
-    """Axes of a shard_map that checks them (`check_vma`) over which any of the arrays varies."""
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
 
 
 def _only(spec: P, axes: set[str]) -> P:
@@ -135,7 +132,7 @@ class Ranks:
         def mapped(*args):
             # Within a shard_map that checks what varies over its axes, the inner one must say so of its results too.
             options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": opened}
-            options["check_vma"] = bool(varying_axes(args) & manual)
+            options["check_vma"] = bool(dispatch.varying_axes(args) & manual)
             return jax.shard_map(local, mesh=self._mesh_of(args), **options)(*self.reshard(args, in_specs))
 
         return mapped

@@ -208,6 +208,11 @@ def for_gpu(kind: str = "NVIDIA A100") -> contextlib.AbstractContextManager:
     return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh().update(abstract_device=device))
 
 
+def varying_axes(*trees: Any) -> frozenset[str]:
+    """Axes of a shard_map that checks them (`check_vma`) over which any of the arrays varies: so do results of them."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(trees)))
+
+
 def result_type(shape: tuple[int, ...], dtype: Any, axes: frozenset) -> Any:
     """For `pallas_call`'s out_shape: a result that varies over these axes of a shard_map; made outside of `for_gpu`.
 

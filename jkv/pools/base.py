@@ -15,9 +15,9 @@ from jkv import checks
 from jkv.host_copy import HostCopy, kind_of
 from jkv.layout import Buffer, Layout
 from jkv.pools import programs
-from jkv.ranks import Ranks, varying_axes
+from jkv.ranks import Ranks
 from jkv.slots import LayerId, SlotIds, SlotSpace, check_padding_slot, positive_int
-from pallas_kernels import codecs, index
+from pallas_kernels import codecs, dispatch, index
 
 
 class PoolOptions(TypedDict):
@@ -159,8 +159,7 @@ class Pool:
 
     def partition_specs(self) -> Self:
         """This pool with a PartitionSpec for every array, for `shard_map` and `jit`."""
-        layout = self.layout
-        return self._with(layout.specs if layout.stacked else [(s,) * layout.layer_num for s in layout.specs])
+        return self._with(self.layout.array_specs)
 
     def __repr__(self) -> str:
         slots = self.slots
@@ -213,7 +212,7 @@ class Pool:
         """Validated slot ids, replicated on an Explicit mesh and, with checks on, probed under `label`."""
         loc = index.as_slot_ids(loc, door, name)
         if isinstance(loc, jax.core.Tracer):
-            varying = varying_axes(loc) & set(self.layout.ranks.dcp_axis)
+            varying = dispatch.varying_axes(loc) & set(self.layout.ranks.dcp_axis)
             if varying:
                 raise ValueError(f"{door}: {name} must be the same on all DCP ranks, it varies over {sorted(varying)}")
             loc = self.layout.ranks.reshard(loc, P(), like=self.arrays)

@@ -95,7 +95,6 @@ def fetch_all(pool, loc):
     layout = pool.layout
     if not loc.size:  # as in `fetch`
         return tuple(jnp.zeros((layout.layer_num, 0, b.heads, b.width), b.dtype) for b in layout.buffers)
-    specs = (layout.specs if layout.stacked else tuple((s,) * layout.layer_num for s in layout.specs), P())
 
     def local(rank, buffers, loc):
         row = index.local_row(loc, layout.slots.rows, **layout.slot_options(rank))
@@ -114,14 +113,14 @@ def fetch_all(pool, loc):
             )
         return rows
 
-    return layout.ranks.map(local, specs, P())(tuple(pool.arrays), loc)
+    return layout.ranks.map(local, (layout.array_specs, P()), P())(pool.arrays, loc)
 
 
 @jax.jit
 def store_all(pool, loc, words):
     """Writes words `[layers, N, heads, width]` of every buffer to the slots."""
     layout = pool.layout
-    specs = layout.specs if layout.stacked else tuple((s,) * layout.layer_num for s in layout.specs)
+    specs = layout.array_specs
     word_specs = tuple(P(None, *spec) for spec in layout.row_specs)
 
     def local(rank, buffers, loc, words):
@@ -133,4 +132,4 @@ def store_all(pool, loc, words):
             for layers, each in zip(buffers, words, strict=True)
         )
 
-    return layout.ranks.map(local, (specs, P(), word_specs), specs)(tuple(pool.arrays), loc, words)
+    return layout.ranks.map(local, (specs, P(), word_specs), specs)(pool.arrays, loc, words)
