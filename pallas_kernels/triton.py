@@ -46,6 +46,7 @@ class Columns:
       dense: dtype of the dense array.
       stored: dtype of the row's elements; where it differs from `dense` they are cast as `codecs.to_words` does.
       scale: what divides before the cast; a scalar, possibly traced, or None.
+      raw: whether they are bits, whatever the dtypes mean.
     """
 
     buffer: int
@@ -54,19 +55,19 @@ class Columns:
     dense: np.dtype
     stored: np.dtype
     scale: Any = None
+    raw: bool = False
 
     @property
     def copied(self) -> bool:
-        """Whether the bits go as they are."""
-        return self.dense == self.stored and self.scale is None
+        """Whether the bits go as they are. The cast of e5m2 to itself does not: infinities become the largest value."""
+        same = self.dense == self.stored and self.scale is None
+        return self.raw or (same and self.dense.name != "float8_e5m2")
 
 
 def whole_rows(buffers: Sequence[Any], lead: int) -> list[Columns]:
     """The columns of arrays of the buffers' own dtypes, a whole row each. `lead`: axes of a buffer before a row's."""
-    dtypes = [jnp.dtype(b.dtype) for b in buffers]
-    return [
-        Columns(i, 0, math.prod(b.shape[lead:]), d, d) for i, (b, d) in enumerate(zip(buffers, dtypes, strict=True))
-    ]
+    rows = [(math.prod(b.shape[lead:]), jnp.dtype(b.dtype)) for b in buffers]
+    return [Columns(i, 0, width, dtype, dtype, raw=True) for i, (width, dtype) in enumerate(rows)]
 
 
 def refusal(
@@ -165,7 +166,7 @@ def _pair_encoder(c: Columns) -> Callable[..., jax.Array]:
 
 def _divide(x, scale):
     """IEEE float32: a plain division compiles to `div.full.f32`, which is off by up to two ulp."""
-    args = [x, jnp.broadcast_to(scale, x.shape)]
+    args = [x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape)]
     shape = [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
     return plgpu.elementwise_inline_asm(
         "div.rn.f32 $0, $1, $2;", args=args, constraints="=f,f,f", pack=1, result_shape_dtypes=shape
@@ -346,7 +347,7 @@ def move(
     n, groups = loc.shape[0], layers if every else 1
     scalars = {"layer": layer, "rank": slots["dcp_rank"]} | {i: c.scale for i, c in enumerate(columns)}
     traced = {k: jnp.reshape(v, 1) for k, v in scalars.items() if isinstance(v, jax.Array)}
-    axes = _varying_axes(buffers, loc, dense, list(traced.values()))
+    axes = dispatch.varying_axes(buffers, loc, dense, list(traced.values()))
     shapes = [(layers, n, c.width) if every else (n, c.width) for c in columns]
     if n == 0 or not all(c.width for c in columns):  # a launch of no programs is an error
         nothing = buffers if scattering else [jnp.zeros(s, c.stored) for s, c in zip(shapes, columns, strict=True)]
@@ -389,11 +390,6 @@ def move(
     return tuple(_from_words(r, s, c.stored) for r, s, c in zip(results, shapes, columns, strict=True))
 
 
-def _varying_axes(*trees: Any) -> frozenset:
-    """Axes of a shard_map that checks them, over which any of the arrays varies: then so do the results."""
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(trees)))
-
-
 def _vary(x, axes: frozenset):
-    missing = axes - _varying_axes(x)
+    missing = axes - dispatch.varying_axes(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else x

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.codecs import fp8
+from pallas_kernels.codecs import fp8, fp8_cast
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -32,7 +32,12 @@ def exact_div(x, divisor):
     return lax.div(x, lax.optimization_barrier(full))
 
 
-def to_words(rows, dtype, scale=None, divide=exact_div):
+def _divide_for_fp8(rows, scale):
+    """`rows / scale` in float32 whose FP8 codes are the IEEE quotient's: XLA on CUDA divides with up to two ulp off."""
+    return lax.platform_dependent(rows, scale, cuda=fp8_cast.divide, default=exact_div)
+
+
+def to_words(rows, dtype, scale=None, divide=_divide_for_fp8):
     """Casts float rows to `dtype` and returns its bits as unsigned words of the same shape.
 
     Rounds to nearest even straight from the source dtype. For the 8-bit formats: divides by `scale` in float32 where
@@ -41,7 +46,7 @@ def to_words(rows, dtype, scale=None, divide=exact_div):
     dtype = jnp.dtype(dtype)
     if is_fp8(dtype):
         if scale is not None:
-            rows = divide(rows.astype(jnp.float32), scale)
+            rows = divide(rows, scale)
         return fp8.encode(rows, dtype)
     return lax.bitcast_convert_type(rows.astype(dtype), word_dtype(dtype))
 

@@ -19,18 +19,20 @@ _RECIPROCAL_BITS = {"bfloat16": 16, "float16": 13, "float8_e4m3fn": 16, "float8_
 _SATURATES = 2.0**19
 
 
-def encode(x, dtype, scale=None):
+def encode(x, dtype, scale=None, *, clamp: bool = True):
     """uint8 codes of `x` (a float array), or of its IEEE float32 quotient by `scale`, in the 8-bit float `dtype`.
 
     Args:
       scale: None, or a positive scalar of at least 2**-126, which may be traced.
+      clamp: whether to clamp to the finite range, which a conversion that saturates (NVIDIA's does) needs not.
     """
     x = x.astype(jnp.float32) if scale is None else divide(x, scale)
     name = jnp.dtype(dtype).name
     largest = np.float32(FORMATS[name].largest)
     # The sign of a NaN would be lost; every other code has its sign already.
     sign = (_bits(x) >> 24).astype(jnp.uint8) & np.uint8(0x80)
-    code = lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(dtype), jnp.uint8)
+    finite = jnp.clip(x, -largest, largest) if clamp else x
+    code = lax.bitcast_convert_type(finite.astype(dtype), jnp.uint8)
     if name == "float8_e5m2":  # has codes past the largest value, 0x7B, of which the chip takes another for NaN
         wide = code.astype(jnp.uint32)
         code = jnp.where(wide & 0x7F > 0x7B, np.uint32(0x7E), wide).astype(jnp.uint8)

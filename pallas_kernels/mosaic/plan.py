@@ -116,12 +116,12 @@ class Source:
         """The rows as the kernel reads them, one axis each: floats where it casts, else words."""
         return flat(self.rows if self.cast else to_words(self.rows), lead)
 
-    def encode(self, values: Any, scale: Any) -> Any:
-        """What `dense` holds as words of the buffer; inside the kernel."""
+    def encode(self, values: Any, scale: Any, clamp: bool) -> Any:
+        """What `dense` holds as words of the buffer; inside the kernel. `clamp`: as in `fp8_cast.encode`."""
         if not self.cast:
             return values
         if codecs.is_fp8(self.dtype):
-            return fp8_cast.encode(values, self.dtype, scale)
+            return fp8_cast.encode(values, self.dtype, scale, clamp=clamp)
         if codecs.is_fp8(values.dtype):  # which the chip converts to few types
             values = values.astype(jnp.float32)
         return lax.bitcast_convert_type(values.astype(self.dtype), codecs.word_dtype(self.dtype))

@@ -48,7 +48,7 @@ def scatter(
         scale = [read(refs) for read in scales]
 
         def encode(c: int, values: Any) -> Any:
-            return sources[c].encode(values, scale[c])
+            return sources[c].encode(values, scale[c], clamp=interpret)  # the chip saturates
 
         if way == "straight":
             straight.move(

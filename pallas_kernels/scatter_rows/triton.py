@@ -13,7 +13,7 @@ def _plan(cache, rows):
     (columns,) = triton.whole_rows([cache], 1)
     dense = jnp.dtype(rows.dtype)
     if dense.name in _CAST and jnp.dtype(cache.dtype).name in _CAST:
-        columns = dataclasses.replace(columns, dense=dense)
+        columns = dataclasses.replace(columns, dense=dense, raw=dense == columns.stored)
     return columns
 
 

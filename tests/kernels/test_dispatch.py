@@ -59,13 +59,19 @@ def test_the_query_says_why_triton_cannot(call: Any, options: dict[str, Any], re
     assert dispatch.supports("scatter_rows", "triton", *call, **options) == (reason is None)
 
 
-def test_fp8_rows_are_not_cast_in_triton():
-    buffer = jax.ShapeDtypeStruct((16, 1, 128), jnp.uint8)
-    k = jax.ShapeDtypeStruct((4, 1, 128), jnp.float8_e5m2)
-    args = buffer, buffer, LOC, k, k
-    assert refuse(*args, op="scatter_kv", dtype=jnp.float8_e4m3fn) == "it does not cast float8_e5m2"
-    assert refuse(*args, op="scatter_kv", dtype=jnp.float8_e5m2) is None
-    assert refuse(*args, op="scatter_kv", dtype=jnp.float8_e5m2, k_scale=jnp.ones(())) == "it does not cast float8_e5m2"
+@pytest.mark.parametrize(
+    ("source", "stored", "scale", "reason"),
+    [
+        ("float8_e5m2", "float8_e4m3fn", None, "it does not cast float8_e5m2"),
+        ("float8_e5m2", "float8_e5m2", None, "it does not cast float8_e5m2"),  # infinities change
+        ("float8_e4m3fn", "float8_e4m3fn", None, None),
+        ("float8_e4m3fn", "float8_e4m3fn", jnp.ones(()), "it does not cast float8_e4m3fn"),
+        ("bfloat16", "float8_e5m2", jnp.ones(()), None),
+    ],
+)
+def test_fp8_rows_are_not_cast_in_triton(source: str, stored: str, scale: Any, reason: str | None):
+    buffer, k = jax.ShapeDtypeStruct((16, 1, 128), jnp.uint8), jax.ShapeDtypeStruct((4, 1, 128), source)
+    assert refuse(buffer, buffer, LOC, k, k, op="scatter_kv", dtype=stored, k_scale=scale) == reason
 
 
 def test_a_named_one_says_why_it_cannot_and_never_falls_back():
@@ -131,6 +137,22 @@ def test_a_layer_may_be_a_number(layer: Any):
     for fn in (write, read):
         export = jax.export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=jkv.export_disabled_checks())
         assert "gpu.triton" in export(buffer, LOC, row).mlir_module()
+
+
+def test_xla_on_cuda_divides_as_the_kernels_do():
+    buffer, row = jax.ShapeDtypeStruct((16, 1, 128), jnp.uint8), jax.ShapeDtypeStruct((4, 1, 128), jnp.bfloat16)
+
+    def write(b: Any, loc: Any, x: Any, scale: Any) -> Any:
+        return pallas_kernels.scatter_mla(b, loc, x, dtype=jnp.float8_e4m3fn, scale=scale, implementation="xla")
+
+    exact = {
+        platform: "optimization_barrier"
+        in jax.export.export(jax.jit(write), platforms=[platform])(
+            buffer, LOC, row, jax.ShapeDtypeStruct((), jnp.float32)
+        ).mlir_module()
+        for platform in ("cpu", "cuda")
+    }
+    assert exact == {"cpu": True, "cuda": False}  # on CUDA a division of floats is none of IEEE's
 
 
 def test_a_config_reaches_the_kernel_and_nothing_else():

@@ -121,10 +121,9 @@ def facts(chip: str, call: Call) -> dict[str, Any]:
     found = dict(_compiled(chip)[call])
     assert "error" not in found, found["error"]
     short = {"move_rows_gather": "gather_rows", "move_rows_scatter": "scatter_rows"}
-    names = {name: name.removesuffix("_mosaic_gpu_kernel") for name in found["ptx"]}
-    found["ptx"] = {short.get(names[name], names[name]): body for name, body in found["ptx"].items()}
-    blocks = -(-call.n // (call.config[0] if call.config else 1)) * (LAYERS if call.stacked else 1)
-    found["grids"] = dict.fromkeys(found["ptx"], (blocks, 1))
+    for key in ("ptx", "grids", "plans"):
+        plain = {name.removesuffix("_mosaic_gpu_kernel"): value for name, value in found[key].items()}
+        found[key] = {short.get(name, name): value for name, value in plain.items()}
     return found
 
 
@@ -170,6 +169,7 @@ class TestCompiled:
     ):
         for name, body in facts(chip, call)["ptx"].items():
             assert not re.search(r"\.local|\batom\.|\bred\.|div\.(full|approx)", body)
+            assert ("e4m3x2" in body) == ("cvt.rn.satfinite.e4m3x2" in body) == emulate.spec_of(call).scaled
             used = resources(body, tmp_path / name)
             assert used.spilled == 0
             assert used.registers <= 96  # five blocks of a multiprocessor, and more where they are small
