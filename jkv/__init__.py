@@ -3,6 +3,10 @@
 from jkv.admission import Admission as Admission
 from jkv.allocator import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
 from jkv.allocator import TokenToKVPoolAllocator as TokenToKVPoolAllocator
+from jkv.capacity import Capacity as Capacity
+from jkv.capacity import PoolSpec as PoolSpec
+from jkv.capacity import bytes_per_token as bytes_per_token
+from jkv.capacity import max_tokens as max_tokens
 from jkv.checked import checked_jit as checked_jit
 from jkv.checked import wait_for_checks as wait_for_checks
 from jkv.checks import KVIndexError as KVIndexError

@@ -25,7 +25,16 @@ KERNEL_COMMON = {"pallas_kernels.index", "pallas_kernels.codecs", "pallas_kernel
 # What the kernels of one backend share, and only they may import.
 BACKENDS = {"pallas_kernels.triton", "pallas_kernels.mosaic"}
 # What stands above the pools, and what a pool must therefore not know.
-ABOVE_POOLS = {"jkv", "jkv.allocator", "jkv.request", "jkv.admission", "jkv.radix_cache", "jkv.testing"}
+ABOVE_POOLS = {
+    "jkv",
+    "jkv.allocator",
+    "jkv.request",
+    "jkv.admission",
+    "jkv.radix_cache",
+    "jkv.testing",
+    "jkv.capacity",
+    "jkv.plan",
+}
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def test_each_command_is_one_line_and_starts_from_nothing(block: str):
 
 
 def test_every_module_that_a_command_runs_exists():
-    modules = set(re.findall(r"python -m ((?:examples|benchmarks)\.\w+)", README))
+    modules = set(re.findall(r"python -m ((?:examples|benchmarks|jkv)\.\w+)", README))
     assert "examples.generate" in modules
     for module in modules:
         assert ROOT.joinpath(*module.split(".")).with_suffix(".py").exists(), module
