@@ -290,3 +290,20 @@ def test_the_help_says_what_each_option_is(capsys):
     out = capsys.readouterr().out
     for option in ("--model", "--memory", "--weights-bytes", "--reserve", "--dcp", "--tp", "--page-size", "--json"):
         assert re.search(rf"^  {option}\b.*", out, re.MULTILINE)
+
+
+def test_the_readmes_table_is_what_the_command_says():
+    readme = (CONFIGS.parent.parent.parent / "README.md").read_text()
+    section = re.search(r"^## How many tokens fit$(.*?)^## ", readme, re.MULTILINE | re.DOTALL)[1]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*", section, re.MULTILINE)
+    ]
+    free = 141 * 10**9 - plan.parse_reserve("60%", 141 * 10**9)
+    models = [cell.removesuffix(", dcp 1").lower() for cell in lines[0][1::2]]
+    assert models == ["llama-3-8b", "llama-3-70b", "deepseek-v3"]
+    rows = [plan.plan(read_model_config(CONFIGS / f"{name}.json"), free, dcp_sizes=[1, 8]) for name in models]
+    by_dtype = [{row.kv_dtype: [f"{row.fits[dcp].aggregate:,}" for dcp in (1, 8)] for row in part} for part in rows]
+    for dtype, *cells in lines[2:]:
+        for name in ("float8_e4m3fn", "float8_e5m2") if dtype == "float8 (e4m3fn, e5m2)" else (dtype,):
+            assert cells == [cell for part in by_dtype for cell in part.get(name, ["-", "-"])]
+    assert len(lines) - 2 == len(set().union(*by_dtype)) - 1
