@@ -25,6 +25,7 @@ class Buffer:
       parts: widths along the last axis, in order (an MLA row: nope, rope).
       dtype: the unsigned word.
       split_heads: whether TP ranks share the heads; otherwise each holds all.
+      flat: whether the heads lie one behind the other in one axis, `[rows, heads * sum(parts)]` (scales of FP4 rows).
     """
 
     name: str
@@ -32,11 +33,16 @@ class Buffer:
     parts: tuple[int, ...]
     dtype: np.dtype
     split_heads: bool = False
+    flat: bool = False
 
     @property
     def width(self) -> int:
         """Words of one head of a row."""
         return sum(self.parts)
+
+    def row(self, heads: int) -> tuple[int, ...]:
+        """Shape of a row of so many heads."""
+        return (heads * self.width,) if self.flat else (heads, self.width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +60,22 @@ class Layout:
 
     def shape(self, buffer: Buffer) -> tuple[int, ...]:
         """Global shape of one array of `buffer`: a layer's, or all layers' when stacked."""
-        rows = (self.slots.bound, buffer.heads, buffer.width)
+        rows = (self.slots.bound, *buffer.row(buffer.heads))
         return (self.layer_num, *rows) if self.stacked else rows
 
     def shape_here(self, buffer: Buffer) -> tuple[int, ...]:
         """Shape of that array where the caller stands: the global one, or in a shard_map the local one."""
-        row = (self.slots.bound // self.ranks.split_here()[0], self.heads_here(buffer), buffer.width)
+        row = (self.slots.bound // self.ranks.split_here()[0], *buffer.row(self.heads_here(buffer)))
         return (self.layer_num, *row) if self.stacked else row
 
     def heads_here(self, buffer: Buffer) -> int:
         """Heads of `buffer` where the caller stands."""
         return buffer.heads // self.ranks.split_here()[1] if buffer.split_heads else buffer.heads
 
-    def row_spec(self, buffer: Buffer) -> P:
-        """Sharding of `[N, heads, width]` rows of `buffer`."""
-        return P(None, self.ranks.tp_axis) if buffer.split_heads else P()
+    @property
+    def row_spec(self) -> P:
+        """Sharding of `[N, heads, ...]` rows, of any buffer: a pool's buffers split their heads all or none."""
+        return P(None, self.ranks.tp_axis) if self.buffers[0].split_heads else P()
 
     def layer_spec(self, buffer: Buffer) -> P:
         """Sharding of `[dcp_size * rows, heads, width]`."""
@@ -87,11 +94,6 @@ class Layout:
     def array_specs(self) -> tuple[P | tuple[P, ...], ...]:
         """For each buffer the sharding of its one array, or of each layer's: as a pool's `arrays` are."""
         return self.specs if self.stacked else tuple((spec,) * self.layer_num for spec in self.specs)
-
-    @property
-    def row_specs(self) -> tuple[P, ...]:
-        """`row_spec` of every buffer."""
-        return tuple(map(self.row_spec, self.buffers))
 
     @property
     def nbytes(self) -> int:

@@ -78,10 +78,29 @@ def float_dtype(dtype: Any, where: str) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Base of the pools. A family adds its buffers as fields, `create`, and the doors that write and read tokens."""
+    """Base of the pools.
+
+    A family adds its buffers as fields, `create`, the doors that write and read tokens, and the three functions below
+    that say how rows lie in its buffers.
+    """
 
     layout: Layout
     label: ClassVar[str]
+
+    @staticmethod
+    def _write(layout: Layout, buffers: tuple, loc, rows: tuple, scales: tuple, **options) -> tuple:
+        """A rank's new buffers with `rows` written; `options`: `layer` and those of `index.local_row`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _read(layout: Layout, buffers: tuple, loc, scales: tuple, *, split: bool, dst_dtype, **options) -> tuple:
+        """In a rank: keys and values by slot id, any rank's; or, where `split`, an MLA row's nope and rope."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _decode(layout: Layout, buffers: tuple) -> tuple:
+        """Keys and values of a rank's whole buffers of a layer."""
+        raise NotImplementedError
 
     @classmethod
     def _create(
@@ -229,7 +248,11 @@ class Pool:
         )
         return loc
 
-    def _store(self, door: str, op, layer_id, loc, rows: dict[str, tuple[Any, int]], scales: dict[str, Any]) -> Self:
+    def _scales(self, door: str, scales: dict[str, Any]) -> tuple:
+        """Validated scales, given by argument name: what FP8 rows are divided by when written."""
+        return tuple(codecs.as_scale(scale, self.dtype, door, name) for name, scale in scales.items())
+
+    def _store(self, door: str, layer_id, loc, rows: dict[str, tuple[Any, int]], scales: dict[str, Any]) -> Self:
         """The path of a door that writes one layer. `rows` and `scales` by argument name; a row with its width."""
         arrays, layer = self._layer(layer_id, door)
         loc = self._ids(loc, door, layer_id=layer_id, distinct=True)
@@ -242,22 +265,22 @@ class Pool:
             values.append(codecs.as_rows(value, shapes, door, name))
             padding = self.layout.padding_slot
             checks.probe_rows(values[-1], loc, door, padding_slot=padding, what=name, layer=layer_id)
-        divisors = tuple(codecs.as_scale(scale, self.dtype, door, name) for name, scale in scales.items())
-        return self._with_layer(layer_id, programs.store(self.layout, op, arrays, layer, loc, tuple(values), divisors))
+        divisors = self._scales(door, scales)
+        new = programs.store(type(self), self.layout, arrays, layer, loc, tuple(values), divisors)
+        return self._with_layer(layer_id, new)
 
-    def _fetch(self, door: str, layer_id, loc, split: int | None = None) -> tuple:
-        """The path of a door that reads rows of one layer: their words, one array a buffer."""
+    def _fetch(self, door: str, layer_id, loc, scales: dict[str, Any], dst_dtype, *, split: bool = False) -> tuple:
+        """The path of a door that reads rows of one layer."""
+        multipliers = self._scales(door, scales)
+        dst_dtype = codecs.as_float_dtype(dst_dtype, door, "dst_dtype")
         arrays, layer = self._layer(layer_id, door)
         loc = self._ids(loc, door, layer_id=layer_id)
-        return programs.fetch(self.layout, split, arrays, layer, loc)
-
-    def _decode(self, words: tuple) -> tuple[jax.Array, jax.Array]:
-        """Keys and values from the words of a layer's buffers."""
-        raise NotImplementedError
+        options = {"split": split, "dst_dtype": dst_dtype}
+        return programs.fetch(type(self), self.layout, arrays, layer, loc, multipliers, **options)
 
     def _view(self, door: str, layer_id, *, paged: bool = False) -> tuple[jax.Array, jax.Array]:
         """The path of a door that reads a layer's whole buffers."""
-        return self._decode(programs.view(self.layout, paged, *self._layer(layer_id, f"{door} ({self.label})")))
+        return programs.view(type(self), self.layout, paged, *self._layer(layer_id, f"{door} ({self.label})"))
 
     def get_kv_buffer(self, layer_id: LayerId) -> tuple[jax.Array, jax.Array]:
         """The whole K and V buffers of a layer, in the pool's dtype.

@@ -6,13 +6,10 @@ import jax
 from jax.typing import ArrayLike
 
 from jkv.layout import Buffer, Layout
+from jkv.pools import programs
 from jkv.pools.base import Pool, PoolOptions, Scale, float_dtype, register
 from jkv.slots import LayerId, SlotIds, positive_int
 from pallas_kernels import codecs, scatter_kv
-
-
-def _scatter(buffers: tuple, loc: Any, rows: tuple, scales: tuple, **options: Any) -> tuple:
-    return scatter_kv(buffers[0], buffers[1], loc, rows[0], rows[1], k_scale=scales[0], v_scale=scales[1], **options)
 
 
 @register
@@ -98,10 +95,9 @@ class MHATokenToKVPool(Pool):
           IndexError: the layer. TypeError: `loc` is not of signed integers. ValueError: shapes, dtypes, scales.
           KVIndexError: with checks on, ids out of range or repeated, NaN in a row.
         """
-        k, v = self.layout.buffers
-        rows = {"cache_k": (cache_k, k.width), "cache_v": (cache_v, v.width)}
+        rows = {"cache_k": (cache_k, self.head_dim), "cache_v": (cache_v, self.v_head_dim)}
         scales = {"k_scale": k_scale, "v_scale": v_scale}
-        return self._store(f"set_kv_buffer ({self.label})", _scatter, layer_id, loc, rows, scales)
+        return self._store(f"set_kv_buffer ({self.label})", layer_id, loc, rows, scales)
 
     def get_kv(
         self,
@@ -124,16 +120,20 @@ class MHATokenToKVPool(Pool):
         Raises:
           As `set_kv_buffer`.
         """
-        door = f"get_kv ({self.label})"
-        dst_dtype = codecs.as_float_dtype(dst_dtype, door, "dst_dtype")
-        k, v = self._fetch(door, layer_id, loc)
-        k_scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
-        v_scale = codecs.as_scale(v_scale, self.dtype, door, "v_scale")
-        return (
-            codecs.from_words(k, self.dtype, k_scale, dst_dtype),
-            codecs.from_words(v, self.dtype, v_scale, dst_dtype),
+        return self._fetch(f"get_kv ({self.label})", layer_id, loc, {"k_scale": k_scale, "v_scale": v_scale}, dst_dtype)
+
+    @staticmethod
+    def _write(layout, buffers, loc, rows, scales, **options):
+        options |= {"dtype": layout.dtype, "k_scale": scales[0], "v_scale": scales[1]}
+        return scatter_kv(buffers[0], buffers[1], loc, rows[0], rows[1], **options)
+
+    @staticmethod
+    def _read(layout, buffers, loc, scales, *, split, dst_dtype, **options):
+        words = programs.gather_words(layout, buffers, loc, **options)
+        return tuple(
+            codecs.from_words(w, layout.dtype, scale, dst_dtype) for w, scale in zip(words, scales, strict=True)
         )
 
-    def _decode(self, words: tuple) -> tuple[jax.Array, jax.Array]:
-        k, v = (codecs.from_words(w, self.dtype) for w in words)
-        return k, v
+    @staticmethod
+    def _decode(layout, buffers):
+        return tuple(codecs.from_words(words, layout.dtype) for words in buffers)

@@ -6,13 +6,10 @@ import jax
 from jax.typing import ArrayLike
 
 from jkv.layout import Buffer, Layout
+from jkv.pools import programs
 from jkv.pools.base import Pool, PoolOptions, Scale, float_dtype, register
 from jkv.slots import LayerId, SlotIds, positive_int
 from pallas_kernels import codecs, scatter_mla
-
-
-def _scatter(buffers: tuple, loc: Any, rows: tuple, scales: tuple, **options: Any) -> tuple:
-    return (scatter_mla(buffers[0], loc, *rows, scale=scales[0], **options),)
 
 
 @register
@@ -81,8 +78,8 @@ class MLATokenToKVPool(Pool):
           IndexError: the layer. TypeError: `loc` is not of signed integers. ValueError: shapes, dtypes, the scale.
           KVIndexError: with checks on, ids out of range or repeated, NaN in a row.
         """
-        rows = {"cache_k": (cache_k, self.layout.buffers[0].width)}
-        return self._store(f"set_kv_buffer ({self.label})", _scatter, layer_id, loc, rows, {"k_scale": k_scale})
+        rows = {"cache_k": (cache_k, self.kv_lora_rank + self.qk_rope_head_dim)}
+        return self._store(f"set_kv_buffer ({self.label})", layer_id, loc, rows, {"k_scale": k_scale})
 
     def set_mla_kv_buffer(
         self,
@@ -97,7 +94,7 @@ class MLATokenToKVPool(Pool):
             "cache_k_nope": (cache_k_nope, self.kv_lora_rank),
             "cache_k_rope": (cache_k_rope, self.qk_rope_head_dim),
         }
-        return self._store(f"set_mla_kv_buffer ({self.label})", _scatter, layer_id, loc, rows, {"k_scale": k_scale})
+        return self._store(f"set_mla_kv_buffer ({self.label})", layer_id, loc, rows, {"k_scale": k_scale})
 
     def get_kv(
         self, layer_id: LayerId, loc: SlotIds, k_scale: Scale = None, dst_dtype: Any = None
@@ -115,26 +112,30 @@ class MLATokenToKVPool(Pool):
         Raises:
           As `set_kv_buffer`.
         """
-        door = f"get_kv ({self.label})"
-        scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
-        dst_dtype = codecs.as_float_dtype(dst_dtype, door, "dst_dtype")
-        (words,) = self._fetch(door, layer_id, loc)
-        row = codecs.from_words(words, self.dtype, scale, dst_dtype)
-        return row, row[..., : self.kv_lora_rank]
+        return self._fetch(f"get_kv ({self.label})", layer_id, loc, {"k_scale": k_scale}, dst_dtype)
 
     def get_mla_kv_buffer(
         self, layer_id: LayerId, loc: SlotIds, dst_dtype: Any = None, k_scale: Scale = None
     ) -> tuple[jax.Array, jax.Array]:
         """As `get_kv`, the row in its two parts: `[N, 1, kv_lora_rank]` and `[N, 1, qk_rope_head_dim]`."""
         door = f"get_mla_kv_buffer ({self.label})"
-        scale = codecs.as_scale(k_scale, self.dtype, door, "k_scale")
-        dst_dtype = codecs.as_float_dtype(dst_dtype, door, "dst_dtype")
-        ((nope, rope),) = self._fetch(door, layer_id, loc, split=self.kv_lora_rank)
-        return (
-            codecs.from_words(nope, self.dtype, scale, dst_dtype),
-            codecs.from_words(rope, self.dtype, scale, dst_dtype),
-        )
+        return self._fetch(door, layer_id, loc, {"k_scale": k_scale}, dst_dtype, split=True)
 
-    def _decode(self, words: tuple) -> tuple[jax.Array, jax.Array]:
-        row = codecs.from_words(words[0], self.dtype)
-        return row, row[..., : self.kv_lora_rank]
+    @staticmethod
+    def _write(layout, buffers, loc, rows, scales, **options):
+        options |= {"dtype": layout.dtype, "scale": scales[0]}
+        return (scatter_mla(buffers[0], loc, *rows, **options),)
+
+    @staticmethod
+    def _read(layout, buffers, loc, scales, *, split, dst_dtype, **options):
+        nope = layout.buffers[0].parts[0]
+        (words,) = programs.gather_words(layout, buffers, loc, split=nope if split else None, **options)
+        if split:
+            return tuple(codecs.from_words(w, layout.dtype, scales[0], dst_dtype) for w in words)
+        row = codecs.from_words(words, layout.dtype, scales[0], dst_dtype)
+        return row, row[..., :nope]
+
+    @staticmethod
+    def _decode(layout, buffers):
+        row = codecs.from_words(buffers[0], layout.dtype)
+        return row, row[..., : layout.buffers[0].parts[0]]

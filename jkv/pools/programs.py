@@ -1,7 +1,8 @@
 """The compiled programs behind the doors.
 
 Each is one jitted function of raw arrays: called eagerly it is one dispatch, traced it is inlined into the caller's
-program, and an unrolled model traces it once for all its layers. What is static comes in as the pool's layout.
+program, and an unrolled model traces it once for all its layers. What is static comes in as the pool's class, which
+says how rows become words and back, and its layout.
 """
 
 import functools
@@ -17,40 +18,40 @@ SKIP_SLOT = 0  # never written by any door; -1, the other padding id, is out of 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def store(layout, op, buffers, layer, loc, rows, scales):
-    """Writes rows of one layer. `op(buffers, loc, rows, scales, **options)` returns a rank's new buffers."""
+def store(family, layout, buffers, layer, loc, rows, scales):
+    """Writes rows of one layer."""
 
     def local(rank, buffers, layer, loc, rows, scales):
-        options = layout.slot_options(rank) | {"dtype": layout.dtype, "layer": layer, "skip_slot": SKIP_SLOT}
-        return op(buffers, loc, rows, scales, **options)
+        options = layout.slot_options(rank) | {"layer": layer, "skip_slot": SKIP_SLOT}
+        return family._write(layout, buffers, loc, rows, scales, **options)
 
-    rows_specs = layout.row_specs if len(layout.row_specs) == len(rows) else P()
-    in_specs = (layout.specs, P(), P(), rows_specs, P())
+    in_specs = (layout.specs, P(), P(), layout.row_spec, P())
     return layout.ranks.map(local, in_specs, layout.specs)(buffers, layer, loc, rows, scales)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def fetch(layout, split, buffers, layer, loc):
-    """Words of one layer's rows by slot id, any rank's: one array a buffer, or a pair where `split` is a width."""
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("split", "dst_dtype"))
+def fetch(family, layout, buffers, layer, loc, scales, *, split, dst_dtype):
+    """One layer's rows by slot id, any rank's: keys and values, or where `split` nope and rope."""
     if not loc.size:  # XLA on CPU has no shard_map with an output of no elements
-        widths = [(b.width,) if split is None else (split, b.width - split) for b in layout.buffers]
-        rows = tuple(
-            tuple(jnp.zeros((0, layout.heads_here(b), w), b.dtype) for w in ws)
-            for b, ws in zip(layout.buffers, widths, strict=True)
-        )
-        return tuple(r[0] for r in rows) if split is None else rows
+        some = fetch(family, layout, buffers, layer, jnp.zeros(1, loc.dtype), scales, split=split, dst_dtype=dst_dtype)
+        return jax.tree.map(lambda rows: rows[:0], some)
 
-    def local(rank, buffers, layer, loc):
-        options = layout.slot_options(rank) | {"layer": layer, "split": split}
-        rows = gather_rows(buffers, loc, **options)
-        return index.sum_rows(rows, layout.ranks.dcp_axis) if layout.ranks.dcp_axis else rows
+    def local(rank, buffers, layer, loc, scales):
+        options = layout.slot_options(rank) | {"layer": layer}
+        return family._read(layout, buffers, loc, scales, split=split, dst_dtype=dst_dtype, **options)
 
-    return layout.ranks.map(local, (layout.specs, P(), P()), layout.row_specs)(buffers, layer, loc)
+    return layout.ranks.map(local, (layout.specs, P(), P(), P()), layout.row_spec)(buffers, layer, loc, scales)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def view(layout, paged, buffers, layer):
-    """Words of one layer's whole buffers, `[rows, ...]` or `[pages, page_size, ...]`; zeros for an unknown layer."""
+def gather_words(layout, buffers, loc, *, split=None, **options):
+    """In a rank: words of rows by slot id, summed over the ranks: any rank's, one array a buffer (`split`: a pair)."""
+    rows = gather_rows(buffers, loc, split=split, **options)
+    return index.sum_rows(rows, layout.ranks.dcp_axis) if layout.ranks.dcp_axis else rows
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def view(family, layout, paged, buffers, layer):
+    """One layer's whole buffers, keys and values: `[rows, ...]` or `[pages, page_size, ...]`; zeros for no layer."""
 
     def local(rank, buffers, layer):
         del rank
@@ -59,14 +60,11 @@ def view(layout, paged, buffers, layer):
             at = jnp.where(inside, layer, 0)
             buffers = tuple(lax.dynamic_index_in_dim(b, at, keepdims=False) for b in buffers)
             buffers = tuple(jnp.where(inside, b, 0) for b in buffers)
-        if paged:
-            buffers = tuple(b.reshape(-1, layout.slots.page_size, *b.shape[1:]) for b in buffers)
-        return buffers
+        rows = family._decode(layout, buffers)
+        return tuple(r.reshape(-1, layout.slots.page_size, *r.shape[1:]) for r in rows) if paged else rows
 
-    specs = tuple(map(layout.layer_spec, layout.buffers))
-    if paged:
-        specs = tuple(P(s[0], None, *s[1:]) for s in specs)
-    return layout.ranks.map(local, (layout.specs, P()), specs)(buffers, layer)
+    spec = layout.layer_spec(layout.buffers[0])
+    return layout.ranks.map(local, (layout.specs, P()), P(spec[0], None, *spec[1:]) if paged else spec)(buffers, layer)
 
 
 def _flat(pool):
@@ -94,7 +92,7 @@ def fetch_all(pool, loc):
     """Words of every buffer and layer by slot id, `[layers, N, heads, width]`, whole on every device."""
     layout = pool.layout
     if not loc.size:  # as in `fetch`
-        return tuple(jnp.zeros((layout.layer_num, 0, b.heads, b.width), b.dtype) for b in layout.buffers)
+        return tuple(words[:, :0] for words in fetch_all(pool, jnp.zeros(1, loc.dtype)))
 
     def local(rank, buffers, loc):
         row = index.local_row(loc, layout.slots.rows, **layout.slot_options(rank))
@@ -121,7 +119,6 @@ def store_all(pool, loc, words):
     """Writes words `[layers, N, heads, width]` of every buffer to the slots."""
     layout = pool.layout
     specs = layout.array_specs
-    word_specs = tuple(P(None, *spec) for spec in layout.row_specs)
 
     def local(rank, buffers, loc, words):
         row = index.local_row(loc, layout.slots.rows, skip_slot=SKIP_SLOT, **layout.slot_options(rank))
@@ -132,4 +129,4 @@ def store_all(pool, loc, words):
             for layers, each in zip(buffers, words, strict=True)
         )
 
-    return layout.ranks.map(local, (specs, P(), word_specs), specs)(pool.arrays, loc, words)
+    return layout.ranks.map(local, (specs, P(), P(None, *layout.row_spec)), specs)(pool.arrays, loc, words)

@@ -22,22 +22,22 @@ def is_fp8(dtype) -> bool:
 
 
 def exact_div(x, divisor):
-    """`x / divisor` in IEEE float32.
+    """`x / divisor` in IEEE float32; the divisor broadcasts.
 
     XLA on CPU turns a division by a broadcast scalar, traced or not, into a multiplication by its reciprocal, which is
     off by one ulp for half of all values. A divisor of full shape behind a barrier is divided as written.
     """
     x = x.astype(jnp.float32)
-    full = jnp.broadcast_to(jnp.asarray(divisor, jnp.float32).reshape(()), x.shape)
+    full = jnp.broadcast_to(jnp.asarray(divisor, jnp.float32), x.shape)
     return lax.div(x, lax.optimization_barrier(full))
 
 
-def _divide_for_fp8(rows, scale):
+def divide_for_fp8(rows, scale):
     """`rows / scale` in float32 whose FP8 codes are the IEEE quotient's: XLA on CUDA divides with up to two ulp off."""
     return lax.platform_dependent(rows, scale, cuda=fp8_cast.divide, default=exact_div)
 
 
-def to_words(rows, dtype, scale=None, divide=_divide_for_fp8):
+def to_words(rows, dtype, scale=None, divide=divide_for_fp8):
     """Casts float rows to `dtype` and returns its bits as unsigned words of the same shape.
 
     Rounds to nearest even straight from the source dtype. For the 8-bit formats: divides by `scale` in float32 where

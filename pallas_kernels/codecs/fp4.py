@@ -1,0 +1,106 @@
+"""FP4 rows: e2m1 codes in blocks of 16 that share a power of two (the shape of OCP's MXFP4, with blocks of 16).
+
+A block's exponent is `e = ceil(log2(max(amax / 6, 1e-10)))`, its scale byte `e + 127`, and an element's code the count
+of `|x| / 2**e >= 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5`, plus 8 where `x < 0` (the block-16 format of SGLang's KV pools).
+Codes stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6; the even element of a pair is the low half of its byte.
+
+All of it is integer arithmetic on the bits of float32, the same on every backend: logarithms and powers are off by an
+ulp at some powers of two, and some backends flush subnormals.
+
+What is not finite: a block that holds a NaN gets the scale byte 255 and decodes to NaN, all 16 elements. An infinity
+counts as 2**128: it decodes to itself, and what is finite beside it mostly to zero. Neither touches another block.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 16
+NAN_SCALE = 255
+_LEAST_EXPONENT = -33  # ceil(log2(1e-10))
+_INFINITY = 0x7F800000
+
+
+def _bits(x: float) -> np.int32:
+    return np.float32(x).view(np.int32)
+
+
+def magnitudes(x):
+    """int32 bits of `|x|`, which are in the order of the values, and whether `x < 0`; any float of up to 32 bits."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    return magnitude, (bits < 0) & (magnitude > 0)
+
+
+def exponents(amax):
+    """int32 exponents of blocks from the `magnitudes` of their largest elements, NaN counting as the largest."""
+    # The number of doublings from 6 to the largest element, rounded up: exactly log2 of IEEE's amax / 6.
+    return jnp.maximum((amax - _bits(6.0) + 0x7FFFFF) >> 23, _LEAST_EXPONENT)
+
+
+def scale_bytes(amax, exponent):
+    """int32 scale bytes of blocks."""
+    return jnp.where(amax > _INFINITY, NAN_SCALE, exponent + 127)
+
+
+def codes(magnitude, negative, exponent):
+    """int32 codes 0 to 15 of elements, by the `exponents` of their blocks."""
+    scaled = magnitude - (exponent << 23)  # the bits of the scaled element, or something below 0.25
+    # From 1 up codes are float32 with one bit of mantissa, rounded half up; below, multiples of a half.
+    normal = ((scaled + (1 << 21)) >> 22) - ((127 << 1) - 2)
+    small = (scaled >= _bits(0.25)).astype(jnp.int32) + (scaled >= _bits(0.75)).astype(jnp.int32)
+    code = jnp.where(scaled >= _bits(1.0), normal, small)
+    return jnp.where(magnitude > _INFINITY, 0, code & 7) + jnp.where(negative, 8, 0)
+
+
+def flat(scales):
+    """Scale bytes by head, `[N, heads, blocks]`, as they lie in buffers: `[N, heads * blocks]`."""
+    return scales.reshape(scales.shape[0], -1)
+
+
+def check_scales(packed, scales, where: str, name: str) -> None:
+    """Raises ValueError unless `scales` are the uint8 buffer that goes with `packed`, `[..., heads, dim / 2]`."""
+    *lead, heads, half = packed.shape
+    if 2 * half % BLOCK:
+        raise ValueError(f"{where}: {name} must have rows of a multiple of {BLOCK} elements, got {2 * half}")
+    expected = (*lead, heads * 2 * half // BLOCK)
+    if scales.shape != expected or scales.dtype != jnp.uint8:
+        wanted, got = f"uint8 of shape {expected}", f"{scales.dtype} {scales.shape}"
+        raise ValueError(f"{where}: the scales of {name} must be {wanted}, got {got}")
+
+
+def encode(x):
+    """Packed codes and scale bytes of float rows.
+
+    Args:
+      x: `[..., D]` floats of up to 32 bits, D a multiple of 16.
+
+    Returns:
+      uint8 `[..., D / 2]` and uint8 `[..., D / 16]`.
+    """
+    magnitude, negative = magnitudes(x)
+    blocks = magnitude.reshape(*x.shape[:-1], -1, BLOCK)
+    amax = blocks.max(axis=-1)
+    exponent = exponents(amax)
+    code = codes(blocks, negative.reshape(blocks.shape), exponent[..., None]).reshape(*x.shape[:-1], -1, 2)
+    packed = code[..., 0] | (code[..., 1] << 4)
+    return packed.astype(jnp.uint8), scale_bytes(amax, exponent).astype(jnp.uint8)
+
+
+def values(code, scale):
+    """float32 values of codes 0 to 15 by their blocks' scale bytes, both int32; exact but for what passes 2**128."""
+    low = code & 7
+    halves = jnp.where(low < 2, low, (2 | (low & 1)) << (jnp.maximum(low >> 1, 1) - 1))
+    # A byte below 1 is no block's but that of a row never written, whose codes are zero.
+    power = lax.bitcast_convert_type(jnp.clip(scale, 1, 254) << 23, jnp.float32)
+    value = halves.astype(jnp.float32) * 0.5 * power
+    value = jnp.where(scale == NAN_SCALE, np.float32(np.nan), value)
+    return jnp.where(code > 7, -value, value)
+
+
+def decode(packed, scales, dtype=jnp.bfloat16):
+    """Rows of `dtype` from what `encode` returned: `[..., D / 2]` and `[..., D / 16]` (also flat) to `[..., D]`."""
+    packed = packed.astype(jnp.int32)
+    scales = scales.astype(jnp.int32).reshape(*packed.shape[:-1], -1)
+    code = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, BLOCK)
+    return values(code, scales[..., None]).astype(dtype).reshape(*packed.shape[:-1], -1)
