@@ -1,5 +1,6 @@
 """KV-cache pools for JAX serving: one slot space, every write and read under decode context parallelism."""
 
+from jkv import quant as quant
 from jkv.admission import Admission as Admission
 from jkv.allocator import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
 from jkv.allocator import TokenToKVPoolAllocator as TokenToKVPoolAllocator
@@ -22,8 +23,11 @@ from jkv.host_copy import HostCopy as HostCopy
 from jkv.page_plan import decode_slots as decode_slots
 from jkv.page_plan import extend_slots as extend_slots
 from jkv.pools.base import export_disabled_checks as export_disabled_checks
+from jkv.pools.dsa import DSATokenToKVPool as DSATokenToKVPool
 from jkv.pools.mha import MHATokenToKVPool as MHATokenToKVPool
+from jkv.pools.mha_fp4 import MHATokenToKVPoolFP4 as MHATokenToKVPoolFP4
 from jkv.pools.mla import MLATokenToKVPool as MLATokenToKVPool
+from jkv.pools.mla_fp4 import MLATokenToKVPoolFP4 as MLATokenToKVPoolFP4
 from jkv.radix_cache import Match as Match
 from jkv.radix_cache import RadixCache as RadixCache
 from jkv.radix_events import PagesRemoved as PagesRemoved

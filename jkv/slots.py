@@ -18,14 +18,16 @@ LayerId: TypeAlias = int | jax.Array
 """A layer number of the model; a traced one needs a stacked pool."""
 
 
-def positive_int(value: Any, where: str, name: str, least: int = 1) -> int:
-    """`value` as an int; ValueError that names `where` and `name` unless it is an integer of at least 1, or 0."""
+def positive_int(value: Any, where: str, name: str, least: int = 1, of: int = 1) -> int:
+    """`value` as an int; ValueError that names `where` and `name` unless it is at least 1, or 0, a multiple `of`."""
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
     if number < least or isinstance(value, bool):
         raise ValueError(f"{where}: {name} must be a {'positive' if least else 'non-negative'} integer, got {value!r}")
+    if number % of:
+        raise ValueError(f"{where}: {name} must be a multiple of {of}, got {value!r}")
     return number
 
 

@@ -76,6 +76,13 @@ def float_dtype(dtype: Any, where: str) -> np.dtype:
     return parsed
 
 
+def only_dtype(dtype: Any, allowed: Any, where: str) -> np.dtype:
+    """`allowed` as a numpy dtype; ValueError unless `dtype` is that: quantised rows have one."""
+    if float_dtype(dtype, where) != allowed:
+        raise ValueError(f"{where}: dtype must be {jnp.dtype(allowed).name}, got {dtype!r}")
+    return jnp.dtype(allowed)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pool:
     """Base of the pools.
@@ -86,6 +93,7 @@ class Pool:
 
     layout: Layout
     label: ClassVar[str]
+    takes_scales: ClassVar[bool] = True  # in FP8
 
     @staticmethod
     def _write(layout: Layout, buffers: tuple, loc, rows: tuple, scales: tuple, **options) -> tuple:
@@ -250,6 +258,9 @@ class Pool:
 
     def _scales(self, door: str, scales: dict[str, Any]) -> tuple:
         """Validated scales, given by argument name: what FP8 rows are divided by when written."""
+        given = [name for name, scale in scales.items() if scale is not None]
+        if given and not self.takes_scales:
+            raise ValueError(f"{door}: {given[0]} is for FP8 pools only, {self.label} rows carry scales of their own")
         return tuple(codecs.as_scale(scale, self.dtype, door, name) for name, scale in scales.items())
 
     def _store(self, door: str, layer_id, loc, rows: dict[str, tuple[Any, int]], scales: dict[str, Any]) -> Self:
