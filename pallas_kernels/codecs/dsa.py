@@ -77,11 +77,13 @@ def encode(nope, rope, divide):
     Returns:
       uint8 `[..., r + r / 32 + 2 * p]`.
     """
-    tiles = nope.reshape(*nope.shape[:-1], -1, TILE)
+    lead, r = nope.shape[:-1], nope.shape[-1]
+    tiles = nope.reshape(*lead, r // TILE, TILE)
     scale = scales(magnitudes(tiles).max(axis=-1))
     code = codes(tiles, scale[..., None], divide)
-    parts = (code, lax.bitcast_convert_type(scale, jnp.uint8), _bytes(rope.astype(jnp.bfloat16)))
-    return jnp.concatenate([part.reshape(*nope.shape[:-1], -1) for part in parts], axis=-1)
+    parts = (code, _bytes(scale), _bytes(rope.astype(jnp.bfloat16)))
+    widths = (r, r // TILE * 4, 2 * rope.shape[-1])
+    return jnp.concatenate([part.reshape(*lead, width) for part, width in zip(parts, widths, strict=True)], axis=-1)
 
 
 def _bytes(x):
@@ -92,8 +94,8 @@ def decode(rows, kv_lora_rank: int, dtype=jnp.bfloat16):
     """nope `[..., r]` and rope `[..., p]` as `dtype` from packed rows: code times scale in float32, then the cast."""
     r, lead = kv_lora_rank, rows.shape[:-1]
     split = r + r // TILE * 4
-    code = lax.bitcast_convert_type(rows[..., :r], jnp.float8_e4m3fn).reshape(*lead, -1, TILE)
-    scale = lax.bitcast_convert_type(rows[..., r:split].reshape(*lead, -1, 4), jnp.float32)
+    code = lax.bitcast_convert_type(rows[..., :r], jnp.float8_e4m3fn).reshape(*lead, r // TILE, TILE)
+    scale = lax.bitcast_convert_type(rows[..., r:split].reshape(*lead, r // TILE, 4), jnp.float32)
     nope = (code.astype(jnp.float32) * scale[..., None]).astype(dtype)
-    rope = lax.bitcast_convert_type(rows[..., split:].reshape(*lead, -1, 2), jnp.bfloat16)
+    rope = lax.bitcast_convert_type(rows[..., split:].reshape(*lead, (rows.shape[-1] - split) // 2, 2), jnp.bfloat16)
     return nope.reshape(*lead, r), rope.astype(dtype)

@@ -11,6 +11,8 @@ What is not finite: a block that holds a NaN gets the scale byte 255 and decodes
 counts as 2**128: it decodes to itself, and what is finite beside it mostly to zero. Neither touches another block.
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -55,7 +57,7 @@ def codes(magnitude, negative, exponent):
 
 def flat(scales):
     """Scale bytes by head, `[N, heads, blocks]`, as they lie in buffers: `[N, heads * blocks]`."""
-    return scales.reshape(scales.shape[0], -1)
+    return scales.reshape(scales.shape[0], math.prod(scales.shape[1:]))
 
 
 def check_scales(packed, scales, where: str, name: str) -> None:
@@ -79,10 +81,11 @@ def encode(x):
       uint8 `[..., D / 2]` and uint8 `[..., D / 16]`.
     """
     magnitude, negative = magnitudes(x)
-    blocks = magnitude.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = magnitude.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     amax = blocks.max(axis=-1)
     exponent = exponents(amax)
-    code = codes(blocks, negative.reshape(blocks.shape), exponent[..., None]).reshape(*x.shape[:-1], -1, 2)
+    code = codes(blocks, negative.reshape(blocks.shape), exponent[..., None])
+    code = code.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     packed = code[..., 0] | (code[..., 1] << 4)
     return packed.astype(jnp.uint8), scale_bytes(amax, exponent).astype(jnp.uint8)
 
@@ -101,6 +104,7 @@ def values(code, scale):
 def decode(packed, scales, dtype=jnp.bfloat16):
     """Rows of `dtype` from what `encode` returned: `[..., D / 2]` and `[..., D / 16]` (also flat) to `[..., D]`."""
     packed = packed.astype(jnp.int32)
-    scales = scales.astype(jnp.int32).reshape(*packed.shape[:-1], -1)
+    *lead, half = packed.shape
+    scales = scales.astype(jnp.int32).reshape(*lead, 2 * half // BLOCK)
     code = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, BLOCK)
-    return values(code, scales[..., None]).astype(dtype).reshape(*packed.shape[:-1], -1)
+    return values(code, scales[..., None]).astype(dtype).reshape(*lead, 2 * half)
