@@ -36,7 +36,8 @@ class Call:
     Attributes:
       op: the op's name. rows: the name of a spec.
       where: "alone", "shards" (a shard_map over four chips), "scan" (over the layers of stacked buffers, in the
-        shard_map) or "checks" (the pool's door in `checked_jit`, on four chips).
+        shard_map; of moves, which take all layers, one after the other) or "checks" (the pool's door in `checked_jit`,
+        on four chips; for `scatter_rows`, which is no pool's, beside a probe of its ids).
       implementation: a name, or None for what dispatch picks.
       n: rows that are moved. size: rows of a buffer on one chip.
       stacked: for `move_rows` alone: one array of all layers.
@@ -137,9 +138,12 @@ class Program:
 
     def lower(self) -> Any:
         """The lowered program. Sets `buffers`, their bytes on one chip."""
-        if self.call.where == "checks":
-            return self._door()
+        import jkv
+
         jax, call = self.jax, self.call
+        checks = call.where == "checks"
+        if checks and call.op != "scatter_rows":
+            return self._door()
         buffers, values = self._buffers(), self._values()
         self.buffers = [b.size * b.dtype.itemsize // self.ranks for b in buffers]
         loc, scale = self._aval((call.n,), "int32"), self._aval((), "float32")
@@ -155,9 +159,16 @@ class Program:
                 out_specs=specs if call.op != "gather_rows" else out,
                 check_vma=False,
             )
+
+        def step(buffers: Any, loc: Any, *args: Any) -> Any:
+            jkv.maybe_detect_oob(loc, 0, call.size * self.ranks, call.op)
+            return fn(buffers, loc, *args)
+
         donate = () if call.op == "gather_rows" else (0,)
-        traced = jax.jit(fn, donate_argnums=donate).trace(tuple(buffers), loc, values, scale)
-        return traced.lower(lowering_platforms=("cuda",))
+        with jkv.enable_checks(checks):
+            jit: Any = jkv.checked_jit if checks else jax.jit
+            traced = jit(step, donate_argnums=donate).trace(tuple(buffers), loc, values, scale)
+            return traced.lower(lowering_platforms=("cuda",))
 
     def _step(self, buffers: Any, loc: Any, values: Any, scale: Any, rank: Any) -> Any:
         from jax import lax
@@ -180,13 +191,26 @@ class Program:
                 return (pallas_kernels.scatter_mla(*buffers, loc, *values, scale=scale, **at),)
             return pallas_kernels.scatter_kv(*buffers, loc, *values, k_scale=scale, v_scale=scale, **at)
 
-        if call.op == "scatter_rows":
-            return (pallas_kernels.scatter_rows(*buffers, loc, *values, skip_slot=0, **slots),)
-        if call.op == "move_rows":
+        def rows_of_layer(buffers: Any, layer: Any) -> Any:
+            """Of a buffer that is stacked, but for an op that takes no layer: as one buffer of all layers' rows."""
+            (cache,), bound = buffers, call.size * self.ranks
+            at = self.jax.numpy.where((loc > 0) & (loc < bound), loc + layer * bound, -1)
+            flat = cache.reshape(-1, *cache.shape[2:])
+            return (pallas_kernels.scatter_rows(flat, at, *values, **slots).reshape(cache.shape),)
+
+        def moved(buffers: Any, by: Any) -> Any:
             axis = None if self.ranks == 1 else "dcp"
-            return pallas_kernels.move_rows(
-                buffers, loc, loc + 1, stacked=call.stacked, axis_name=axis, skip_slot=0, **slots
-            )
+            options = slots | {"stacked": call.stacked, "axis_name": axis, "skip_slot": 0}
+            return pallas_kernels.move_rows(buffers, loc, loc + by, **options)
+
+        if call.op == "scatter_rows":
+            if call.where != "scan":
+                return (pallas_kernels.scatter_rows(*buffers, loc, *values, skip_slot=0, **slots),)
+            one = rows_of_layer
+        if call.op == "move_rows":
+            if call.where != "scan":
+                return moved(buffers, 1)
+            one = moved
         if call.where != "scan":
             return one(buffers, None)
         layers = self.jax.numpy.arange(self.layers)

@@ -1,22 +1,13 @@
 """What becomes of the kernels on A100, H200 and B200, without any of them: compiled, read, and run on the CPU.
 
-One process compiles all calls for a chip. What came out is kept in the temporary directory, under a hash of the sources
-and of JAX's version, so that only what changed is compiled again.
+One process compiles all calls for a chip.
 """
 
 import collections
 import concurrent.futures
-import dataclasses
 import functools
-import hashlib
-import importlib.metadata
-import json
-import os
-import pathlib
+import itertools
 import re
-import subprocess
-import sys
-import tempfile
 from typing import Any
 
 import emulate
@@ -24,13 +15,15 @@ import numpy as np
 import ptx
 import pytest
 import specs
-from aot import CHIPS, LAYERS, ROOT, Call, environment
+from aot import CHIPS, LAYERS, Call
+from compiled import compile_calls, plugin
 
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.deviceless
 
 MANY, FEW = 16384, 64
+WHERE = ("alone", "shards", "scan", "checks")
 GIB = 1 << 30
 
 COMPILED = [
@@ -49,6 +42,8 @@ COMPILED = [
     Call("scatter_mla", "deepseek-v3-fp8", n=MANY),
     Call("scatter_rows", "llama-3-8b"),
     Call("scatter_rows", "deepseek-v3", where="shards", n=MANY),
+    Call("scatter_rows", "deepseek-v3", where="scan"),
+    Call("scatter_rows", "llama-3-8b", where="checks"),
     Call("gather_rows", "llama-3-8b"),
     Call("gather_rows", "deepseek-v3", n=MANY),
     Call("gather_rows", "deepseek-v3", where="shards"),
@@ -57,12 +52,9 @@ COMPILED = [
     Call("move_rows", "llama-3-8b", stacked=True),
     Call("move_rows", "llama-3-8b"),
     Call("move_rows", "deepseek-v3", where="shards", stacked=True),
+    Call("move_rows", "llama-3-8b", where="scan", stacked=True),
     Call("move_rows", "deepseek-v3", where="checks"),
 ]
-# The decode tile of an MLA row: 64 rope elements are 128 bytes, of which each thread of a warp takes 4 (8 bytes of
-# FP8 from as many as a warp has threads for): still one instruction.
-NARROW = {"scatter_mla", "gather_rows", "move_rows"}
-
 RUN = [
     Call("scatter_mla" if r in specs.MLA else "scatter_kv", r.name, where="shards" if i % 2 else "alone", n=40)
     for i, r in enumerate((*specs.KV, *specs.MLA))
@@ -121,62 +113,13 @@ CALLS = {
 
 
 @functools.cache
-def plugin() -> str | None:
-    """Why nothing can be compiled for CUDA here, or None."""
-    version = importlib.metadata.version("jax")
-    for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return f"{name}=={version} is not installed (pip install --no-deps: no driver or CUDA library is needed)"
-        if found != version:
-            return f"{name} is {found}, JAX {version}"
-    return None
-
-
-@functools.cache
-def sources() -> str:
-    """A hash of all that a compilation depends on."""
-    digest = hashlib.sha256(importlib.metadata.version("jaxlib").encode())
-    here = pathlib.Path(__file__).parent
-    for path in sorted([*ROOT.glob("pallas_kernels/**/*.py"), *ROOT.glob("jkv/**/*.py"), *here.glob("*.py")]):
-        if path != pathlib.Path(__file__) and path.name not in ("ptx.py", "emulate.py", "calls.py", "model.py"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-@functools.cache
 def _compiling(chip: str) -> concurrent.futures.Future:
-    return _pool().submit(_compile, chip)
+    return _pool().submit(compile_calls, "aot.py", chip, CALLS[chip], 900)
 
 
 @functools.cache
 def _pool() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(2)
-
-
-def _compile(chip: str) -> dict[Call, dict[str, Any]]:
-    folder = pathlib.Path(tempfile.gettempdir()) / f"jkv-aot-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
-    kept = {
-        c: folder / hashlib.sha256(f"{sources()} {chip} {json.dumps(dataclasses.asdict(c))}".encode()).hexdigest()
-        for c in CALLS[chip]
-    }
-    missing = [c for c, path in kept.items() if not path.exists()]
-    if missing:
-        done = subprocess.run(
-            [sys.executable, str(pathlib.Path(__file__).with_name("aot.py")), chip],
-            input=json.dumps([dataclasses.asdict(c) for c in missing]),
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        if done.returncode:
-            raise RuntimeError(f"compiling for {chip}: exit {done.returncode}\n{done.stderr[-4000:]}")
-        for c, result in zip(missing, json.loads(done.stdout), strict=True):
-            kept[c].write_text(json.dumps(result))
-    return {c: json.loads(path.read_text()) for c, path in kept.items()}
 
 
 def facts(chip: str, call: Call) -> dict[str, Any]:
@@ -231,6 +174,7 @@ class TestCompiled:
         for body in facts(chip, call)["ptx"].values():
             stores, loads = accesses(body, "st"), accesses(body, "ld")
             narrow = set(stores) - {".v4.b32"}
+            # An MLA row's rope is 128 bytes: one access of a warp's threads, of 4 bytes each in a decode tile.
             tail = rows in specs.MLA and call.n == FEW
             fp8_tail = rows in specs.MLA and rows.scaled
             assert narrow <= ({".b32"} if tail else {".v2.b32"} if fp8_tail else set()), stores
@@ -301,5 +245,7 @@ def test_what_cannot_be_addressed_goes_to_xla(call: Call):
     assert found["alias"] == sum(found["buffers"])
 
 
-def test_the_calls_are_for_all_ops():
-    assert {c.op for c in COMPILED} == {c.op for c in FAULTY} == set(dispatch.IMPLEMENTATIONS)
+def test_the_calls_are_for_all_ops_everywhere():
+    ops = set(dispatch.IMPLEMENTATIONS)
+    assert {(c.op, c.where) for c in COMPILED} == set(itertools.product(ops, WHERE))
+    assert {c.op for c in FAULTY} == ops
