@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks import report
-from benchmarks.gpu_cases import CASES, WIDE, Case, Size, Work
+from benchmarks.gpu_cases import BUILDERS, CASES, WIDE, Case, Size, Work
 from pallas_kernels import dispatch
 
 COLUMNS = ("case", "N", "implementation", "us", "GB/s", "% of copy", "times XLA", "times plain Triton", "result")
@@ -253,9 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--interpret", action="store_true", help="tiny sizes on the CPU, kernels interpreted")
     parser.add_argument("--implementations", nargs="+", choices=["triton", "mosaic", "xla"])
-    parser.add_argument(
-        "--ops", nargs="+", choices=list(dispatch.IMPLEMENTATIONS), default=list(dispatch.IMPLEMENTATIONS)
-    )
+    parser.add_argument("--ops", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--seconds", type=float, default=210, help="after which nothing more is begun")
     options = parser.parse_args(argv)
     # Mosaic's interpreter takes minutes where Triton's takes seconds.

@@ -246,6 +246,6 @@ def test_what_cannot_be_addressed_goes_to_xla(call: Call):
 
 
 def test_the_calls_are_for_all_ops_everywhere():
-    ops = set(dispatch.IMPLEMENTATIONS)
+    ops = {op for op, names in dispatch.IMPLEMENTATIONS.items() if "triton" in names}
     assert {(c.op, c.where) for c in COMPILED} == set(itertools.product(ops, WHERE))
     assert {c.op for c in FAULTY} == ops

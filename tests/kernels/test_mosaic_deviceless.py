@@ -224,6 +224,6 @@ def test_an_export_for_cuda_needs_no_disabled_checks():
 
 
 def test_the_calls_are_for_all_ops_everywhere():
-    ops = set(dispatch.IMPLEMENTATIONS)
+    ops = {op for op, names in dispatch.IMPLEMENTATIONS.items() if "mosaic" in names}
     assert {(c.op, c.where) for c in COMPILED} == set(itertools.product(ops, WHERE))
     assert {c.op for c in FAULTY} == ops
