@@ -23,9 +23,17 @@ _UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _FLOATS = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_FORMATS: dict[str, dict[str, tuple[Any, str]]] = {
-    "MHA": {name: (jkv.MHATokenToKVPool, name) for name in _FLOATS},
-    "MLA": {name: (jkv.MLATokenToKVPool, name) for name in _FLOATS},
+# What each KV dtype is: a pool class, and the options that choose it.
+_FORMATS: dict[str, dict[str, tuple[Any, dict[str, str]]]] = {
+    "MHA": {
+        **{name: (jkv.MHATokenToKVPool, {"dtype": name}) for name in _FLOATS},
+        "fp4": (jkv.MHATokenToKVPoolFP4, {}),
+    },
+    "MLA": {
+        **{name: (jkv.MLATokenToKVPool, {"dtype": name}) for name in _FLOATS},
+        "dsa": (jkv.DSATokenToKVPool, {}),
+        "fp4": (jkv.MLATokenToKVPoolFP4, {}),
+    },
 }
 
 
@@ -74,12 +82,12 @@ def plan(
     if heads % tp:
         raise ValueError(f"tp {tp} does not divide the {heads} KV heads: the pools never replicate heads")
     rows = []
-    for name, (pool_class, dtype) in _FORMATS[model.family].items():
+    for name, (pool_class, options) in _FORMATS[model.family].items():
         fits = {}
         try:
             for dcp in dcp_sizes:
                 place = {"mesh": AbstractMesh((dcp, tp), ("dcp", "tp")), "dcp_axis": "dcp", "tp_axis": "tp"}
-                spec = jkv.PoolSpec(pool_class, dtype=dtype, **model.dims, **place)
+                spec = jkv.PoolSpec(pool_class, **options, **model.dims, **place)
                 fits[dcp] = jkv.max_tokens(
                     memory_bytes, spec, page_size=page_size, extra_bytes_per_token=extra_bytes_per_token
                 )
@@ -150,9 +158,7 @@ def table(rows: Sequence[Row], dcp_sizes: Sequence[int]) -> str:
     if any(fit.limit != "memory" for row in rows for fit in row.fits.values()):
         notes.append("* memory holds more; slot ids end at int32, unless x64 is enabled")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
-    ]  # fmt: skip
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
     return "\n".join(text + ([""] + notes if notes else []))
 
 

@@ -14,14 +14,19 @@ import jkv
 
 LLAMA_3_8B = {"head_num": 8, "head_dim": 128, "layer_num": 32}
 DEEPSEEK_V3 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_num": 61}
+FAMILIES = {
+    "mha": (jkv.MHATokenToKVPool, {"dtype": jnp.bfloat16} | MHA),
+    "mla": (jkv.MLATokenToKVPool, {"dtype": jnp.bfloat16} | MLA),
+    "mha_fp4": (jkv.MHATokenToKVPoolFP4, {"head_num": 2, "head_dim": 32, "v_head_dim": 16}),
+    "mla_fp4": (jkv.MLATokenToKVPoolFP4, {"kv_lora_rank": 32, "qk_rope_head_dim": 16}),
+    "dsa": (jkv.DSATokenToKVPool, {"kv_lora_rank": 128, "qk_rope_head_dim": 8}),
+}
 INT32_MAX = 2**31 - 1
 
 
 def spec(family: str, **options: Any) -> jkv.PoolSpec:
-    pool_class, dims = (
-        (jkv.MHATokenToKVPool, MHA) if family == "mha" else (jkv.MLATokenToKVPool, MLA)
-    )  # fmt: skip
-    return jkv.PoolSpec(pool_class, **{"dtype": jnp.bfloat16, "layer_num": 2} | dims | options)
+    pool_class, dims = FAMILIES[family]
+    return jkv.PoolSpec(pool_class, **{"layer_num": 2} | dims | options)
 
 
 def bytes_on_a_device(pool: Any) -> int:
@@ -36,6 +41,15 @@ def test_a_token_of_known_models_takes_the_bytes_that_one_counts_by_hand(dtype, 
     # 32 layers x 2 (K and V) x 8 heads x 128, and 61 layers x 576, times the bytes of an element
     assert jkv.bytes_per_token(jkv.PoolSpec(jkv.MHATokenToKVPool, dtype=dtype, **LLAMA_3_8B)) == llama
     assert jkv.bytes_per_token(jkv.PoolSpec(jkv.MLATokenToKVPool, dtype=dtype, **DEEPSEEK_V3)) == deepseek
+
+
+def test_scales_count():
+    llama = jkv.PoolSpec(jkv.MHATokenToKVPoolFP4, **LLAMA_3_8B)
+    assert jkv.bytes_per_token(llama) == 32 * 2 * 8 * (64 + 8)  # 4-bit codes, and a byte for every 16
+    deepseek = jkv.PoolSpec(jkv.MLATokenToKVPoolFP4, **DEEPSEEK_V3)
+    assert jkv.bytes_per_token(deepseek) == 61 * (288 + 36)
+    packed = jkv.PoolSpec(jkv.DSATokenToKVPool, **DEEPSEEK_V3)
+    assert jkv.bytes_per_token(packed) == 61 * 656
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -56,7 +70,7 @@ def test_what_fits_is_what_one_counts_by_hand():
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
 @pytest.mark.parametrize("place", ["no mesh", (4, 1), (1, 2), (2, 2)], ids=str)
-@pytest.mark.parametrize("family", ["mha", "mla"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_pool_that_fits_exists_and_one_page_more_does_not_fit(family, place, stacked):
     options = {} if place == "no mesh" else on(*place)
     planned = spec(family, stacked=stacked, **options)
@@ -78,14 +92,17 @@ def test_abstract_pools_of_any_size_and_mesh_agree(data):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     tp, dcp, page_size, memory = draw(1, 4), draw(1, 16), draw(1, 128), draw(10**6, 10**12)
     place = {"mesh": AbstractMesh((tp, dcp), ("t", "d")), "dcp_axis": "d", "tp_axis": "t"}
-    dtype = data.draw(st.sampled_from(["float32", "float16", "float8_e4m3fn"]))
-    mha = {"head_num": tp * draw(1, 4), "head_dim": draw(1, 64), "v_head_dim": draw(1, 64)}
-    mla = {"kv_lora_rank": draw(1, 512), "qk_rope_head_dim": draw(1, 64)}
-    options = data.draw(st.sampled_from([{"family": "mha"} | mha, {"family": "mla"} | mla]))
-    planned = spec(dtype=dtype, layer_num=draw(1, 3), **options, **place)
+    family = data.draw(st.sampled_from(sorted(FAMILIES)))
+    unit = {"mha_fp4": 16, "mla_fp4": 16, "dsa": 128}.get(family, 1)
+    if family.startswith("mha"):
+        split, dims = tp, {"head_num": tp * draw(1, 4), "head_dim": unit * draw(1, 8), "v_head_dim": unit * draw(1, 8)}
+    else:
+        split, dims = 1, {"kv_lora_rank": unit * draw(1, 8), "qk_rope_head_dim": unit * draw(1, 4)}
+    if family in ("mha", "mla"):
+        dims["dtype"] = data.draw(st.sampled_from(["float32", "float16", "float8_e4m3fn"]))
+    planned = spec(family, layer_num=draw(1, 3), **dims, **place)
     fit = jkv.max_tokens(memory, planned, page_size=page_size)
     pool = planned.abstract(fit.per_rank, page_size)
-    split = tp if options["family"] == "mha" else 1
     assert pool.kv_size_bytes == jkv.bytes_per_token(pool) * pool.slots.bound
     assert pool.kv_size_bytes == fit.bytes_per_rank * dcp * split
     assert (fit.per_rank, fit.aggregate) == (pool.slots.size, pool.slots.capacity)
@@ -99,9 +116,7 @@ def test_abstract_pools_of_any_size_and_mesh_agree(data):
 
 
 def test_any_abstract_pool_serves_as_a_spec():
-    pool = jax.eval_shape(
-        lambda: jkv.MHATokenToKVPool.create(size=4, page_size=4, dtype="bfloat16", **LLAMA_3_8B)
-    )  # fmt: skip
+    pool = jax.eval_shape(lambda: jkv.MHATokenToKVPool.create(size=4, page_size=4, dtype="bfloat16", **LLAMA_3_8B))
     planned = jkv.PoolSpec(jkv.MHATokenToKVPool, dtype="bfloat16", **LLAMA_3_8B)
     assert jkv.max_tokens(10**9, pool, page_size=16) == jkv.max_tokens(10**9, planned, page_size=16)
 

@@ -36,29 +36,35 @@ def run(capsys: pytest.CaptureFixture, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-# name, family, dims, layers in the pool of all, bfloat16 bytes of a token
+# name, family, dims, layers in the pool of all, bytes of a token in bfloat16 and FP4: half a byte an element, and one
+# for every 16
 MODELS = [
-    ("llama-3-8b", "MHA", (8, 128), 32, 32, 131_072),  # 32 x 2 x 8 x 128 x 2
-    ("llama-3-70b", "MHA", (8, 128), 80, 80, 327_680),
-    ("qwen3-8b", "MHA", (8, 128), 36, 36, 147_456),
-    ("qwen3-30b-a3b", "MHA", (4, 128), 48, 48, 98_304),  # head_dim is not 2048 / 32
-    ("gpt-oss-20b", "MHA", (8, 64), 12, 24, 24_576),
-    ("gemma-3-4b", "MHA", (4, 256), 5, 34, 20_480),  # heads and head_dim are the defaults of the class
-    ("gemma-3-27b", "MHA", (16, 128), 10, 62, 81_920),
-    ("deepseek-v3", "MLA", (512, 64), 61, 61, 70_272),  # 61 x 576 x 2
-    ("deepseek-v3.2", "MLA", (512, 64), 61, 61, 70_272),
-    ("kimi-linear-48b-a3b", "MLA", (512, 64), 7, 27, 8_064),  # 7 x 576 x 2
+    ("llama-3-8b", "MHA", (8, 128), 32, 32, 131_072, 36_864),  # 32 x 2 x 8 x 128 x 2
+    ("llama-3-70b", "MHA", (8, 128), 80, 80, 327_680, 92_160),
+    ("qwen3-8b", "MHA", (8, 128), 36, 36, 147_456, 41_472),
+    ("qwen3-30b-a3b", "MHA", (4, 128), 48, 48, 98_304, 27_648),  # head_dim is not 2048 / 32
+    ("gpt-oss-20b", "MHA", (8, 64), 12, 24, 24_576, 6_912),
+    ("gemma-3-4b", "MHA", (4, 256), 5, 34, 20_480, 5_760),  # heads and head_dim are the defaults of the class
+    ("gemma-3-27b", "MHA", (16, 128), 10, 62, 81_920, 23_040),
+    ("deepseek-v3", "MLA", (512, 64), 61, 61, 70_272, 19_764),  # 61 x 576 x 2
+    ("deepseek-v3.2", "MLA", (512, 64), 61, 61, 70_272, 19_764),
+    ("kimi-linear-48b-a3b", "MLA", (512, 64), 7, 27, 8_064, 2_268),  # 7 x 576 x 2
 ]
 
 
-@pytest.mark.parametrize(("name", "family", "dims", "held", "layers", "token"), MODELS, ids=[m[0] for m in MODELS])
-def test_a_config_of_a_real_model_is_read(name, family, dims, held, layers, token):
+@pytest.mark.parametrize(
+    ("name", "family", "dims", "held", "layers", "token", "fp4"), MODELS, ids=[m[0] for m in MODELS]
+)
+def test_a_config_of_a_real_model_is_read(name, family, dims, held, layers, token, fp4):
     model = read_model_config(CONFIGS / f"{name}.json")
     assert (model.family, tuple(model.dims.values()), model.layers) == (family, (*dims, held), layers)
     rows = {row.kv_dtype: row for row in plan.plan(model, 10**9, dcp_sizes=[1, 2])}
     assert rows["bfloat16"].bytes_per_token == rows["bfloat16"].bytes_per_token_on_device == token
     assert rows["float32"].bytes_per_token == 2 * token
     assert rows["float8_e4m3fn"].bytes_per_token == rows["float8_e5m2"].bytes_per_token == token // 2
+    assert rows["fp4"].bytes_per_token == fp4
+    if family == "MLA":
+        assert rows["dsa"].bytes_per_token == held * (512 + 4 * 4 + 2 * 64)  # codes, scales, bfloat16 rope
     fit = rows["bfloat16"].fits[2]
     assert fit.per_rank == (10**9 // (64 * token) - 1) * 64
     assert fit.aggregate == 2 * fit.per_rank
@@ -237,6 +243,25 @@ def test_ids_that_end_at_int32_are_marked(capsys):
     (line,) = re.findall(r"float8_e5m2.*", out)
     assert re.fullmatch(r"float8_e5m2 +4,032 +34,970,112 +34,970,112 +2,147,4\d\d,\d{3}\*", line)
     assert "* memory holds more; slot ids end at int32, unless x64 is enabled" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (MHA, {"fp4": "head_dim must be"}),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 1, "kv_lora_rank": 192, "qk_rope_head_dim": 8},
+            {"dsa": "kv_lora_rank must be", "fp4": "qk_rope_head_dim must be"},
+        ),
+    ],
+    ids=["MHA", "MLA"],
+)
+def test_dimensions_that_a_format_does_not_take_are_a_note(tmp_path, capsys, config, missing):
+    out = run(capsys, "--model", str(written(tmp_path, config)), "--memory", "1GB")
+    for name, message in missing.items():
+        assert re.search(rf"^{name}( +-){{3}}$", out, re.MULTILINE)
+        assert re.search(rf"^{name}: .*{message}.* (192|8)$", out, re.MULTILINE)
+    assert len(re.findall("^[a-z0-9_]+( +-){3}$", out, re.MULTILINE)) == len(missing)
 
 
 def test_where_nothing_fits_the_table_says_why(capsys):
