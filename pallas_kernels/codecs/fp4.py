@@ -7,8 +7,9 @@ Codes stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6; the even element of a pair is the lo
 All of it is integer arithmetic on the bits of float32, the same on every backend: logarithms and powers are off by an
 ulp at some powers of two, and some backends flush subnormals.
 
-What is not finite: a block that holds a NaN gets the scale byte 255 and decodes to NaN, all 16 elements. An infinity
-counts as 2**128: it decodes to itself, and what is finite beside it mostly to zero. Neither touches another block.
+What is not finite: a block that holds a NaN has the exponent 128, the scale byte 255, and decodes to NaN, all 16
+elements; a NaN's own code is 0. An infinity counts as 2**128: it decodes to itself, and most that is finite beside it to
+zero. Neither touches another block.
 """
 
 import math
@@ -18,8 +19,7 @@ import numpy as np
 from jax import lax
 
 BLOCK = 16
-NAN_SCALE = 255
-_LEAST_EXPONENT = -33  # ceil(log2(1e-10))
+_LEAST_EXPONENT, _NAN_EXPONENT = -33, 128  # the first is ceil(log2(1e-10))
 _INFINITY = 0x7F800000
 
 
@@ -31,18 +31,19 @@ def magnitudes(x):
     """int32 bits of `|x|`, which are in the order of the values, and whether `x < 0`; any float of up to 32 bits."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     magnitude = bits & 0x7FFFFFFF
-    return magnitude, (bits < 0) & (magnitude > 0)
+    return magnitude, (bits < 0) & (magnitude > 0) & (magnitude <= _INFINITY)
 
 
 def exponents(amax):
     """int32 exponents of blocks from the `magnitudes` of their largest elements, NaN counting as the largest."""
     # The number of doublings from 6 to the largest element, rounded up: exactly log2 of IEEE's amax / 6.
-    return jnp.maximum((amax - _bits(6.0) + 0x7FFFFF) >> 23, _LEAST_EXPONENT)
+    exponent = jnp.maximum((amax - _bits(6.0) + 0x7FFFFF) >> 23, _LEAST_EXPONENT)
+    return jnp.where(amax > _INFINITY, _NAN_EXPONENT, exponent)
 
 
-def scale_bytes(amax, exponent):
+def scale_bytes(exponent):
     """int32 scale bytes of blocks."""
-    return jnp.where(amax > _INFINITY, NAN_SCALE, exponent + 127)
+    return exponent + 127
 
 
 def codes(magnitude, negative, exponent):
@@ -82,12 +83,11 @@ def encode(x):
     """
     magnitude, negative = magnitudes(x)
     blocks = magnitude.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    amax = blocks.max(axis=-1)
-    exponent = exponents(amax)
+    exponent = exponents(blocks.max(axis=-1))
     code = codes(blocks, negative.reshape(blocks.shape), exponent[..., None])
     code = code.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     packed = code[..., 0] | (code[..., 1] << 4)
-    return packed.astype(jnp.uint8), scale_bytes(amax, exponent).astype(jnp.uint8)
+    return packed.astype(jnp.uint8), scale_bytes(exponent).astype(jnp.uint8)
 
 
 def values(code, scale):
@@ -97,7 +97,7 @@ def values(code, scale):
     # A byte below 1 is no block's but that of a row never written, whose codes are zero.
     power = lax.bitcast_convert_type(jnp.clip(scale, 1, 254) << 23, jnp.float32)
     value = halves.astype(jnp.float32) * 0.5 * power
-    value = jnp.where(scale == NAN_SCALE, np.float32(np.nan), value)
+    value = jnp.where(scale == scale_bytes(_NAN_EXPONENT), np.float32(np.nan), value)
     return jnp.where(code > 7, -value, value)
 
 
