@@ -161,6 +161,9 @@ def run(op: str, implementation: str | None, *args: Any, config: KernelConfig | 
     On CUDA that is the first kernel that can take the arguments; elsewhere, and where none can, it is XLA. A named one
     never falls back.
 
+    An export for several platforms of which one is the CPU or a TPU needs `use("xla")`: JAX lowers what is chosen by
+    platform for all of them, and Pallas refuses. One export a platform keeps the kernels.
+
     Raises:
       ValueError: `op` has no implementation of that name, or that one cannot run this; the message says why.
     """

@@ -129,6 +129,21 @@ def test_the_platform_that_is_lowered_for_chooses():
         assert "gpu.triton" in export_rows(None)
 
 
+def test_an_export_for_the_cpu_too_is_xlas():
+    """JAX lowers each branch of a choice by platform for all platforms of an export."""
+    fn, checks = jax.jit(pallas_kernels.scatter_rows), jkv.export_disabled_checks()
+    export = lambda: jax.export.export(fn, platforms=["cpu", "cuda"], disabled_checks=checks)(*CALL)  # noqa: E731
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+        export()
+    with dispatch.use("xla"):
+        exported = jax.export.deserialize(export().serialize())
+    assert exported.platforms == ("cpu", "cuda")
+    if jax.default_backend() == "cpu":
+        cache, rows = jnp.zeros((16, 128), jnp.uint16), jnp.ones((4, 128), jnp.uint16)
+        new = exported.call(cache, jnp.array([3, -1, 15, 16], jnp.int32), rows)
+        assert np.flatnonzero(np.asarray(new).all(axis=1)).tolist() == [3, 15]
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2, -1, np.int64(1)])
 def test_a_layer_may_be_a_number(layer: Any):
     buffer, row = jax.ShapeDtypeStruct((2, 16, 1, 128), jnp.uint16), jax.ShapeDtypeStruct((4, 1, 128), jnp.bfloat16)
