@@ -13,18 +13,21 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jkv
-from jkv.testing import MHAModel, MLAModel
+from jkv.testing import DSACodec, FP4Codec, MHAModel, MLAModel
 
 SIZE, PAGE, LAYERS, N = 8, 4, 2, 4
 LAYOUTS = ("tuple", "stacked")
 CONTEXTS = ("mesh", "shard_map", "local")
 MESHES = tuple((c, t) for c in (1, 2, 3, 4, 8) for t in (1, 2) if c * t <= 8)
-CASES_PER_CELL = 6
+CASES_PER_CELL = 7
 CONSTANT_SCALES = {"k_scale": 0.3, "v_scale": 0.07}
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 # (head_num, head_dim, v_head_dim) and (kv_lora_rank, qk_rope_head_dim): odd, unequal, and those of real models.
 MHA_DIMS = ((2, 80, 96), (2, 3, 5), (4, 7, 7), (2, 192, 128))
 MLA_DIMS = ((512, 64), (5, 3), (9, 6))
+QUANTISED = ("fp4", "dsa")
+FP4_DIMS = {"mha": ((2, 32, 16), (4, 16, 48)), "mla": ((32, 16), (48, 32))}
+DSA_DIMS = ((128, 4), (256, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Case:
     layout: str
     mesh: tuple[int, int]  # dcp, tp
     kind: str
-    dtype: str
+    dtype: str  # or one of QUANTISED
     dims: tuple[int, ...]
     source: str  # dtype of the rows
     ids: str  # dtype of the ids
@@ -94,18 +97,31 @@ class Case:
     def new_pool(self) -> Any:
         place = {"mesh": self.mesh_object(), "dcp_axis": self.dcp_axis, "tp_axis": "tp"} if self.on_mesh else {}
         common = self._common() | {"interleave": self.interleave, "stacked": self.stacked, **place}
-        cls = jkv.MHATokenToKVPool if self.kind == "mha" else jkv.MLATokenToKVPool
-        return cls.create(**common)
+        if self.dtype not in QUANTISED:
+            common["dtype"] = jnp.dtype(self.dtype)
+        return self.pool_class.create(**common)
+
+    @property
+    def pool_class(self) -> Any:
+        if self.dtype == "dsa":
+            return jkv.DSATokenToKVPool
+        plain, fp4 = {
+            "mha": (jkv.MHATokenToKVPool, jkv.MHATokenToKVPoolFP4),
+            "mla": (jkv.MLATokenToKVPool, jkv.MLATokenToKVPoolFP4),
+        }[self.kind]
+        return fp4 if self.dtype == "fp4" else plain
 
     def new_model(self) -> Any:
         cls = MHAModel if self.kind == "mha" else MLAModel
-        return cls(**self._common(), dcp_size=self.mesh[0], interleave=self.interleave)
+        codec = {"fp4": FP4Codec, "dsa": lambda: DSACodec(self.dims[0])}.get(
+            self.dtype, lambda: jnp.dtype(self.dtype)
+        )()
+        return cls(**self._common(), dtype=codec, dcp_size=self.mesh[0], interleave=self.interleave)
 
     def _common(self) -> dict[str, Any]:
         names = ("head_num", "head_dim", "v_head_dim") if self.kind == "mha" else ("kv_lora_rank", "qk_rope_head_dim")
         geometry = {"size": SIZE, "page_size": PAGE, "layer_num": LAYERS, "start_layer": self.start_layer}
-        kept = {"dtype": jnp.dtype(self.dtype), "padding_slot": self.padding_slot}
-        return geometry | kept | dict(zip(names, self.dims, strict=True))
+        return geometry | {"padding_slot": self.padding_slot} | dict(zip(names, self.dims, strict=True))
 
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of one row of each array that a write takes."""
@@ -126,7 +142,7 @@ def _mesh(shape: tuple[int, int], split: bool, explicit: bool) -> jax.sharding.M
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh": MESHES,
     "kind": ("mha", "mla"),
-    "dtype": ("float32", "bfloat16", "float16", *FP8),
+    "dtype": ("float32", "bfloat16", "float16", *FP8, *QUANTISED),
     "source": ("float32", "bfloat16", "float16"),
     "ids": ("int32", "int16", "int8", "int64"),
     "scale": ("none", "array", "float"),
@@ -147,8 +163,12 @@ def _candidate(rng: random.Random, context: str, layout: str, turn: int) -> Case
     pick = {name: rng.choice(values) for name, values in FACTORS.items()}
     # What matters most takes turns; the rest is drawn.
     pick["mesh"] = MESHES[turn % len(MESHES)]
-    pick["dtype"] = FACTORS["dtype"][turn % 5]
+    pick["dtype"] = FACTORS["dtype"][turn % len(FACTORS["dtype"])]
     pick["kind"] = FACTORS["kind"][turn // 3 % 2]
+    if pick["dtype"] == "fp4":
+        pick["kind"] = FACTORS["kind"][(CONTEXTS.index(context) + LAYOUTS.index(layout)) % 2]
+    elif pick["dtype"] == "dsa":
+        pick["kind"] = "mla"
     pick["checks"] = turn // 2 % 2 == 0
     pick["eager"] = context == "local" and turn % 3 != 0
     if context == "local" and turn % 3 != 2:
@@ -161,7 +181,8 @@ def _candidate(rng: random.Random, context: str, layout: str, turn: int) -> Case
         pick["scale"] = "none"
     if not pick["checks"]:
         pick["sync"] = False
-    dims = rng.choice(MHA_DIMS if pick["kind"] == "mha" else MLA_DIMS)
+    plain = MHA_DIMS if pick["kind"] == "mha" else MLA_DIMS
+    dims = rng.choice({"fp4": FP4_DIMS[pick["kind"]], "dsa": DSA_DIMS}.get(pick["dtype"], plain))
     return Case(context=context, layout=layout, dims=dims, **pick)
 
 

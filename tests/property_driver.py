@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from property_cases import CONSTANT_SCALES, LAYERS, PAGE, SIZE, Case, N, same_bits, step
+from property_cases import CONSTANT_SCALES, LAYERS, PAGE, QUANTISED, SIZE, Case, N, same_bits, step
 
 import jkv
 from jkv.testing import assert_invariants, assert_pool_equals
@@ -49,7 +49,7 @@ class Run:
     def __init__(self, case: Case, coverage: collections.Counter[str]) -> None:
         self.case, self.coverage = case, coverage
         self.pool, self.model = case.new_pool(), case.new_model()
-        family = case.kind.upper()
+        family = case.pool_class.label
         self.how = re.escape(f"[0, {self.model.bound}) = (size {SIZE} + page_size {PAGE}) * dcp_size {case.mesh[0]}")
         self.labels = {
             "set": f"set_kv_buffer ({family})",
@@ -75,10 +75,20 @@ class Run:
         self.coverage["sequences"] += 1
 
     def fill(self, seed: int) -> None:
-        """Any bits in every row but slot 0's, NaN among them: what is to keep its bits has some to lose."""
+        """Any bits in every row but slot 0's, NaN among them: what is to keep its bits has some to lose.
+
+        Quantised rows are those of any values: some of their bytes mean nothing.
+        """
         rng, fields = np.random.default_rng(seed), {}
+        for tensor, shape in self.model.tensors.items():
+            values = rng.standard_normal((LAYERS, self.model.bound, *shape)).astype(np.float32)
+            values *= np.exp2(rng.integers(-30, 30, values.shape[:2]))[..., None, None]
+            values[rng.random(values.shape) < 0.01] = np.nan
+            for part, words in self.model.codec.encode(values).items():
+                self.model.buffers[f"{tensor}_{part}"][...] = words
         for name, buffer in self.model.buffers.items():
-            buffer[...] = rng.integers(0, 2 ** (8 * buffer.itemsize), buffer.shape)
+            if self.case.dtype not in QUANTISED:
+                buffer[...] = rng.integers(0, 2 ** (8 * buffer.itemsize), buffer.shape)
             buffer[:, 0] = 0
             old = getattr(self.pool, name)
             fields[name] = jax.tree.map(
@@ -311,7 +321,7 @@ class Run:
 
     def host(self, drawn_from: list[Any], drawn_to: list[Any]) -> None:
         self.coverage["op: host"] += 1
-        family = self.case.kind.upper()
+        family = self.case.pool_class.label
         source, target = self.ids(drawn_from), self.ids(drawn_to)
         found = self.bad_id_patterns(f"get_cpu_copy ({family})", None, source)
         host = self.call([found], self.pool.get_cpu_copy, source)

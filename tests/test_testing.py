@@ -50,7 +50,7 @@ def test_ids_are_dealt_as_another_system_localises_them():
     ],
 )
 def test_casts_round_to_nearest_even_and_fp8_saturates(dtype, values, codes):
-    words = PlainCodec(dtype).encode(np.array(values, np.float32))[""]
+    words = PlainCodec(dtype).encode(np.array(values, np.float32))["buffer"]
     assert [int(word) for word in words] == [int(code, 16) for code in codes.split()]
 
 

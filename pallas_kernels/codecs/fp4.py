@@ -8,8 +8,8 @@ All of it is integer arithmetic on the bits of float32, the same on every backen
 ulp at some powers of two, and some backends flush subnormals.
 
 What is not finite: a block that holds a NaN has the exponent 128, the scale byte 255, and decodes to NaN, all 16
-elements; a NaN's own code is 0. An infinity counts as 2**128: it decodes to itself, and most that is finite beside it to
-zero. Neither touches another block.
+elements; a NaN's own code is 0. An infinity counts as 2**128: it decodes to itself, and what is finite beside it mostly
+to zero. Neither touches another block.
 """
 
 import math

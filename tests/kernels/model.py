@@ -18,7 +18,7 @@ def place(loc: int, rows: int, dcp_size: int, interleave: int, skip_slot: int | 
 
 def words(row: np.ndarray, stored: Any, scale: float | None) -> np.ndarray:
     """Words of one row."""
-    return PlainCodec(stored).encode(row, scale)[""]
+    return PlainCodec(stored).encode(row, scale)["buffer"]
 
 
 def scatter(buffer: np.ndarray, loc: Any, rows: list[np.ndarray], *, rank: int, layer: int | None = None, **slots: Any):

@@ -1,55 +1,14 @@
-"""A plain NumPy model of a KV pool, to test pools and models built on them against.
+"""What the pools promise, in plain NumPy."""
 
-The model keeps what the pool promises to keep, in global coordinates and one id at a time: no shards, no JAX indexing
-and no arithmetic shared with the library. It mutates in place; a pool does not.
-
-    model = MHAModel(size=8, page_size=4, dtype=jnp.bfloat16, head_num=2, head_dim=4, layer_num=2, dcp_size=4)
-    pool, _ = pool.set_kv_buffer(0, loc, k, v), model.set_kv_buffer(0, loc, k, v)
-    assert_pool_equals(pool, model)
-"""
-
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.testing.codecs import Codec, DSACodec, FP4Codec, Parts, PlainCodec
+
 Array = Any  # a NumPy or JAX array, or what NumPy makes one of
-Parts = dict[str, np.ndarray]
-WORDS: dict[int, np.dtype] = {4: np.dtype(np.uint32), 2: np.dtype(np.uint16), 1: np.dtype(np.uint8)}
-
-
-class PlainCodec:
-    """How one row becomes stored words: cast to `dtype`, then the bits as unsigned words of the same width.
-
-    A codec names the parts that a tensor of the pool is stored as, by the suffix of the buffer's name: here one part,
-    "". A quantised codec has more, such as "" for the codes and "_scale" for the scales.
-    """
-
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = np.dtype(dtype)
-        self.is_fp8 = self.dtype.itemsize == 1
-
-    def parts(self, row_shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and word type of each part of a row of `row_shape`."""
-        return {"": (row_shape, WORDS[self.dtype.itemsize])}
-
-    def encode(self, row: np.ndarray, scale: float | None = None) -> Parts:
-        """Words of a row of values. FP8: divided by `scale` in float32, clamped to the finite range, cast once."""
-        if self.is_fp8:
-            largest = np.float32(jnp.finfo(self.dtype).max)
-            row = row.astype(np.float32)  # exact from every float type of at most 32 bits
-            if scale is not None:
-                row = row / np.float32(scale)
-            row = np.where(np.isnan(row), row, np.clip(row, -largest, largest))
-        with np.errstate(over="ignore"):
-            return {"": np.ascontiguousarray(row.astype(self.dtype)).view(WORDS[self.dtype.itemsize])}
-
-    def decode(self, parts: Parts) -> np.ndarray:
-        """Values, in `dtype`, of stored words."""
-        return parts[""].view(self.dtype)
 
 
 def deal(size: int, page_size: int, dcp_size: int, interleave: int) -> list[tuple[int, int]]:
@@ -75,7 +34,7 @@ class PoolModel:
     def __init__(
         self,
         tensors: dict[str, tuple[int, ...]],
-        codec: PlainCodec,
+        codec: Codec,
         *,
         size: int,
         page_size: int,
@@ -94,9 +53,9 @@ class PoolModel:
         self.bound = len(self.places)
         self.unspecified: set[tuple[int, int]] = set()
         self.buffers = {
-            name + suffix: np.zeros((layer_num, self.bound, *shape), words)
+            f"{name}_{part}": np.zeros((layer_num, self.bound, *shape), words)
             for name, row_shape in tensors.items()
-            for suffix, (shape, words) in codec.parts(row_shape).items()
+            for part, (shape, words) in codec.parts(row_shape).items()
         }
 
     # Which ids are what.
@@ -137,8 +96,8 @@ class PoolModel:
             self.unspecified.discard((layer, i))
             for name, values in rows.items():
                 row = np.asarray(values)[n].reshape(self.tensors[name])
-                for suffix, words in self.codec.encode(row, scales.get(name)).items():
-                    self.buffers[name + suffix][layer, self.index_of(i)] = words
+                for part, words in self.codec.encode(row, scales.get(name)).items():
+                    self.buffers[f"{name}_{part}"][layer, self.index_of(i)] = words
         self.unspecified.update((layer, i) for i in twice)
 
     def _stored(self, layer: int | None, loc: int) -> Parts:
@@ -149,16 +108,23 @@ class PoolModel:
             raise ValueError(f"id {loc} of layer {layer + self.start_layer} was written twice: settle the model first")
         return {name: buffer[layer, self.index_of(loc)].copy() for name, buffer in self.buffers.items()}
 
-    def _read(self, layer_id: int, loc: Array, name: str) -> np.ndarray:
+    def _read(
+        self, layer_id: int, loc: Array, name: str, scale: float | None = None, dst_dtype: Any = None
+    ) -> np.ndarray:
+        """Rows by id; with a scale times it in float32, as bfloat16 or `dst_dtype`."""
         layer = self.layer_index(layer_id)
-        suffixes = self.codec.parts(self.tensors[name])
         rows = [self._stored(layer, i) for i in _ids(loc)]
-        values = [self.codec.decode({suffix: row[name + suffix] for suffix in suffixes}) for row in rows]
-        return np.array(values, self.codec.dtype).reshape((len(rows), *self.tensors[name]))
+        values = [
+            self.codec.decode({p: row[f"{name}_{p}"] for p in self.codec.parts(self.tensors[name])}) for row in rows
+        ]
+        array = np.array(values).reshape((len(rows), *self.tensors[name]))
+        if scale is not None:
+            array = array.astype(np.float32) * np.float32(scale)
+        return array.astype(np.dtype(dst_dtype or (self.codec.dtype if scale is None else jnp.bfloat16)))
 
     def _whole(self, layer_id: int, name: str) -> np.ndarray:
-        layer = self.layer_index(layer_id)
-        return self.codec.decode({s: self.buffers[name + s][layer] for s in self.codec.parts(self.tensors[name])})
+        layer, parts = self.layer_index(layer_id), self.codec.parts(self.tensors[name])
+        return self.codec.decode({p: self.buffers[f"{name}_{p}"][layer] for p in parts}).astype(self.codec.dtype)
 
     def _pages(self, values: np.ndarray) -> np.ndarray:
         return values.reshape((self.bound // self.page_size, self.page_size, *values.shape[1:]))
@@ -191,18 +157,21 @@ class PoolModel:
         """Takes over from `pool` the bytes of the rows that were written twice."""
         for layer, i in self.unspecified:
             for name, buffer in self.buffers.items():
-                buffer[layer, self.index_of(i)] = _layer(pool, name, layer)[self.index_of(i)]
+                buffer[layer, self.index_of(i)] = layer_words(pool, name, layer)[self.index_of(i)]
         self.unspecified.clear()
 
 
 class MHAModel(PoolModel):
-    """What `MHATokenToKVPool` promises. `head_num` counts the heads of all tensor-parallel ranks together."""
+    """What `MHATokenToKVPool` promises, and with an `FP4Codec` for `dtype` what `MHATokenToKVPoolFP4` does.
+
+    `head_num` counts the heads of all tensor-parallel ranks together.
+    """
 
     def __init__(
         self, *, dtype: Any, head_num: int, head_dim: int, v_head_dim: int | None = None, **geometry: Any
     ) -> None:
         v_row = (head_num, v_head_dim or head_dim)
-        super().__init__({"k_buffer": (head_num, head_dim), "v_buffer": v_row}, PlainCodec(dtype), **geometry)
+        super().__init__({"k": (head_num, head_dim), "v": v_row}, _codec(dtype), **geometry)
 
     def set_kv_buffer(
         self,
@@ -214,8 +183,7 @@ class MHAModel(PoolModel):
         v_scale: float | None = None,
     ) -> None:
         """Writes rows `[N, head_num, head_dim]` and `[N, head_num, v_head_dim]`."""
-        scales = {"k_buffer": k_scale, "v_buffer": v_scale}
-        self._write(layer_id, loc, {"k_buffer": cache_k, "v_buffer": cache_v}, scales)
+        self._write(layer_id, loc, {"k": cache_k, "v": cache_v}, {"k": k_scale, "v": v_scale})
 
     def get_kv(
         self,
@@ -226,12 +194,12 @@ class MHAModel(PoolModel):
         dst_dtype: Any = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Rows by id. With a scale: times it in float32, to bfloat16 or `dst_dtype`."""
-        k, v = self._read(layer_id, loc, "k_buffer"), self._read(layer_id, loc, "v_buffer")
-        return _scaled(k, k_scale, dst_dtype), _scaled(v, v_scale, dst_dtype)
+        k = self._read(layer_id, loc, "k", k_scale, dst_dtype)
+        return k, self._read(layer_id, loc, "v", v_scale, dst_dtype)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[np.ndarray, np.ndarray]:
         """Whole buffers `[dcp_size * rows, ...]`, in the pool's dtype."""
-        return self._whole(layer_id, "k_buffer"), self._whole(layer_id, "v_buffer")
+        return self._whole(layer_id, "k"), self._whole(layer_id, "v")
 
     def get_page_buffer(self, layer_id: int) -> tuple[np.ndarray, np.ndarray]:
         """The same as `[dcp_size * pages, page_size, ...]`."""
@@ -240,15 +208,18 @@ class MHAModel(PoolModel):
 
 
 class MLAModel(PoolModel):
-    """What `MLATokenToKVPool` promises: one row of `kv_lora_rank` latent and then `qk_rope_head_dim` rope values."""
+    """What `MLATokenToKVPool` promises: one row of `kv_lora_rank` latent and then `qk_rope_head_dim` rope values.
+
+    With an `FP4Codec` or a `DSACodec` for `dtype` it is what `MLATokenToKVPoolFP4` or `DSATokenToKVPool` promises.
+    """
 
     def __init__(self, *, dtype: Any, kv_lora_rank: int, qk_rope_head_dim: int, **geometry: Any) -> None:
         self.rank = kv_lora_rank
-        super().__init__({"kv_buffer": (1, kv_lora_rank + qk_rope_head_dim)}, PlainCodec(dtype), **geometry)
+        super().__init__({"kv": (1, kv_lora_rank + qk_rope_head_dim)}, _codec(dtype), **geometry)
 
     def set_kv_buffer(self, layer_id: int, loc: Array, cache_k: Array, k_scale: float | None = None) -> None:
         """Writes whole rows `[N, 1, kv_lora_rank + qk_rope_head_dim]`."""
-        self._write(layer_id, loc, {"kv_buffer": cache_k}, {"kv_buffer": k_scale})
+        self._write(layer_id, loc, {"kv": cache_k}, {"kv": k_scale})
 
     def set_mla_kv_buffer(
         self, layer_id: int, loc: Array, cache_k_nope: Array, cache_k_rope: Array, k_scale: float | None = None
@@ -256,25 +227,26 @@ class MLAModel(PoolModel):
         """Writes rows given in two pieces, `[N, 1, kv_lora_rank]` and `[N, 1, qk_rope_head_dim]`."""
         nope, rope = np.asarray(cache_k_nope), np.asarray(cache_k_rope)
         rows = [np.concatenate([nope[n].reshape(-1), rope[n].reshape(-1)]) for n in range(len(nope))]
-        self._write(layer_id, loc, {"kv_buffer": rows}, {"kv_buffer": k_scale})
+        self._write(layer_id, loc, {"kv": rows}, {"kv": k_scale})
 
     def get_kv(
         self, layer_id: int, loc: Array, k_scale: float | None = None, dst_dtype: Any = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Whole rows by id, and their first `kv_lora_rank` values."""
-        row = _scaled(self._read(layer_id, loc, "kv_buffer"), k_scale, dst_dtype)
+        row = self._read(layer_id, loc, "kv", k_scale, dst_dtype)
         return row, row[..., : self.rank]
 
     def get_mla_kv_buffer(
         self, layer_id: int, loc: Array, dst_dtype: Any = None, k_scale: float | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Rows by id in two pieces."""
-        row = _scaled(self._read(layer_id, loc, "kv_buffer"), k_scale, dst_dtype)
+        row = self._read(layer_id, loc, "kv", k_scale, dst_dtype)
         return row[..., : self.rank], row[..., self.rank :]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """The whole buffer `[dcp_size * rows, 1, ...]`, and its first `kv_lora_rank` columns."""
-        whole = self._whole(layer_id, "kv_buffer")
+        """The whole buffer `[dcp_size * rows, 1, ...]` (of a DSA pool bytes), and its first `kv_lora_rank` columns."""
+        raw = isinstance(self.codec, DSACodec)
+        whole = self.buffers["kv_buffer"][self.layer_index(layer_id)] if raw else self._whole(layer_id, "kv")
         return whole, whole[..., : self.rank]
 
     def get_page_buffer(self, layer_id: int) -> tuple[np.ndarray, np.ndarray]:
@@ -284,7 +256,7 @@ class MLAModel(PoolModel):
 
 
 def model_like(pool: Any) -> MHAModel | MLAModel:
-    """An empty model with the geometry of `pool` (an MHA or MLA pool of one of the plain dtypes)."""
+    """An empty model with the format and geometry of `pool`."""
     slots = pool.slots
     geometry = {
         "size": slots.size,
@@ -296,79 +268,24 @@ def model_like(pool: Any) -> MHAModel | MLAModel:
         "start_layer": pool.start_layer,
         "dtype": pool.dtype,
     }
+    if pool.label == "DSA":
+        geometry["dtype"] = DSACodec(pool.kv_lora_rank)
+    elif pool.label.endswith("FP4"):
+        geometry["dtype"] = FP4Codec()
     if hasattr(pool, "kv_lora_rank"):
         return MLAModel(kv_lora_rank=pool.kv_lora_rank, qk_rope_head_dim=pool.qk_rope_head_dim, **geometry)
     return MHAModel(head_num=pool.head_num, head_dim=pool.head_dim, v_head_dim=pool.v_head_dim, **geometry)
 
 
-def assert_pool_equals(pool: Any, model: PoolModel) -> None:
-    """Compares every row of every buffer of a pool with the model, bit for bit.
-
-    Rows that one write addressed twice are left out until `model.settle(pool)`.
-
-    Raises:
-      AssertionError: names the buffer, the layer, the ids whose rows differ, and the first differing word.
-    """
-    for name, expected in model.buffers.items():
-        for layer in range(model.layer_num):
-            got, want = _layer(pool, name, layer), expected[layer]
-            if got.shape != want.shape or got.dtype != want.dtype:
-                raise AssertionError(f"{name}: expected {want.dtype}{want.shape} a layer, got {got.dtype}{got.shape}")
-            differs = (got != want).reshape(len(want), -1).any(axis=1)
-            ids = [i for i in range(model.bound) if differs[model.index_of(i)] and (layer, i) not in model.unspecified]
-            if ids:
-                at = model.index_of(ids[0])
-                word = tuple(int(i) for i in np.argwhere(got[at] != want[at])[0])
-                raise AssertionError(
-                    f"{name}, layer {layer + model.start_layer}: rows of slot ids {ids[:16]} differ; id {ids[0]} is "
-                    f"(rank, row) {model.places[ids[0]]}, its word {word} is {got[at][word]:#x}, "
-                    f"expected {want[at][word]:#x}"
-                )
+def _codec(dtype: Any) -> Codec:
+    return dtype if isinstance(dtype, FP4Codec | DSACodec) else PlainCodec(dtype)
 
 
-def assert_invariants(pool: Any) -> None:
-    """What holds for every pool at any time, whatever was done to it.
-
-    The padding slot's row is zero in every buffer and layer, the bytes that the pool states are those of its arrays,
-    and arrays on a mesh lie as `partition_specs` says.
-
-    Raises:
-      AssertionError: names the leaf that breaks one of these.
-    """
-    total = 0
-    specs = pool.partition_specs()
-    for field in dataclasses.fields(pool):
-        value, spec = getattr(pool, field.name), getattr(specs, field.name)
-        leaves = [(x, s) for x, s in zip(_as_list(value), _as_list(spec), strict=True) if isinstance(x, jax.Array)]
-        for leaf, leaf_spec in leaves:
-            total += leaf.nbytes
-            sharding = leaf.sharding
-            if isinstance(sharding, jax.sharding.NamedSharding):
-                stated = jax.sharding.NamedSharding(sharding.mesh, leaf_spec)
-                if not sharding.is_equivalent_to(stated, leaf.ndim):
-                    raise AssertionError(f"{field.name}: lies as {sharding.spec}, partition_specs says {leaf_spec}")
-            words = np.asarray(leaf)
-            if (words[0] if isinstance(value, tuple) else words[:, 0]).any():
-                raise AssertionError(f"{field.name}: the padding slot's row is not zero")
-    if total != pool.kv_size_bytes:
-        raise AssertionError(f"kv_size_bytes says {pool.kv_size_bytes}, the arrays have {total}")
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if type(value) in (tuple, list) else [value]
-
-
-def _ids(loc: Array | Iterable[int]) -> list[int]:
-    return [int(i) for i in np.asarray(loc).reshape(-1)]
-
-
-def _layer(pool: Any, name: str, layer: int) -> np.ndarray:
+def layer_words(pool: Any, name: str, layer: int) -> np.ndarray:
+    """The words of one layer of a pool's buffer, on the host."""
     array = getattr(pool, name)
     return np.asarray(array[layer]) if isinstance(array, tuple) else np.asarray(array)[layer]
 
 
-def _scaled(values: np.ndarray, scale: float | None, dst_dtype: Any) -> np.ndarray:
-    if scale is not None:
-        product = values.astype(np.float32) * np.float32(scale)
-        return product.astype(np.dtype(dst_dtype or jnp.bfloat16))
-    return values if dst_dtype is None else values.astype(np.dtype(dst_dtype))
+def _ids(loc: Array | Iterable[int]) -> list[int]:
+    return [int(i) for i in np.asarray(loc).reshape(-1)]
