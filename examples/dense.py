@@ -16,6 +16,9 @@ import numpy as np
 
 from examples.llama import LlamaConfig, Params, forward
 
+_FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_FP4_BORDERS = (_FP4_VALUES[1:] + _FP4_VALUES[:-1]) / 2  # what lies on one goes up
+
 
 class DenseText(NamedTuple):
     """One prompt's greedy tokens, and the logits [vocabulary] that each was chosen from."""
@@ -25,7 +28,16 @@ class DenseText(NamedTuple):
 
 
 def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The float32 values that rows `x` have once stored in `dtype`; FP8 clamps to its finite range."""
+    """The float32 values that rows `x` have once stored in `dtype`; FP8 clamps to its finite range.
+
+    In float4_e2m1fn, blocks of 16 share the least power of two that brings their largest magnitude to 6 or below.
+    """
+    if jnp.dtype(dtype) == jnp.float4_e2m1fn:
+        blocks = x.reshape(*x.shape[:-1], -1, 16)
+        mantissa, exponent = jnp.frexp(jnp.abs(blocks).max(axis=-1, keepdims=True))
+        step = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - jnp.where(mantissa > 0.75, 2, 3), -33))
+        code = jnp.searchsorted(_FP4_BORDERS, jnp.abs(blocks) / step, side="right")
+        return (jnp.copysign(jnp.asarray(_FP4_VALUES)[code], blocks) * step).reshape(x.shape)
     if jnp.dtype(dtype).itemsize == 1:
         limit = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -limit, limit)

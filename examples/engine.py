@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import jkv
+from examples.kv import Pool
 from examples.mesh import UsageError
-from examples.striped import Batch, Pool, Server
+from examples.striped import Batch, Server
 
 MAX_CHUNK = 64  # prompt tokens of a lane in one step
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from examples import check, report, show_bug
 from examples.engine import Engine, Stats
+from examples.kv import KV_DTYPES, Pool, canonical
 from examples.mesh import UsageError, ensure_cpu_devices, make_mesh
-from examples.models import KV_DTYPES, MODELS, Model
+from examples.models import MODELS, Model
 from examples.smollm2 import ModelUnavailableError
-from examples.striped import Pool, serve_llama
+from examples.striped import serve_llama
 from examples.text import Stream
 
 
@@ -68,7 +69,7 @@ def generate(
         prompts: raw texts, without a chat template.
         dcp: ranks that share the tokens of a sequence.
         tp: ranks that share the heads.
-        kv_dtype: a name in `KV_DTYPES`.
+        kv_dtype: a name in `KV_DTYPES`, or a dtype's full name.
         max_new_tokens: tokens of a text, at most.
         batch: prompts that run at once, as far as the pool holds them.
         page_size: tokens of a page on one rank.
@@ -76,10 +77,8 @@ def generate(
         on_token: called as `on_token(index of the prompt, token, is_last)`.
 
     Raises:
-        UsageError: sizes that do not fit the model, the devices or the pool; no prompt, or an empty one.
+        UsageError: sizes or a KV dtype that do not fit the model, the devices or the pool; no prompt, or an empty one.
     """
-    if kv_dtype not in KV_DTYPES:
-        raise UsageError(f"unknown KV dtype {kv_dtype!r}; there are {', '.join(KV_DTYPES)}")
     for name, value in {"batch": batch, "page_size": page_size, "pool_tokens": pool_tokens}.items():
         if value < 1:
             raise UsageError(f"{name} must be at least 1, got {value}")
@@ -90,7 +89,7 @@ def generate(
         model.config,
         model.params,
         make_mesh(dcp, tp),
-        dtype=KV_DTYPES[kv_dtype],
+        kv_dtype=kv_dtype,
         capacity=pool_tokens,
         page_size=page_size,
     )
@@ -112,7 +111,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", choices=MODELS, default="smollm2", help="tiny: random weights, no download")
     p.add_argument("--dcp", type=int, default=1, metavar="N", help="ranks that share the tokens of a sequence")
     p.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share the heads")
-    p.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="what the pool stores (default bf16)")
+    p.add_argument(
+        "--kv-dtype", type=canonical, choices=KV_DTYPES, default="bf16", help="what the pool stores (default bf16)"
+    )
     p.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="default 48")
     p.add_argument("--batch", type=int, default=4, metavar="N", help="prompts that run at once (default 4)")
     p.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens of a page on a rank (default 16)")

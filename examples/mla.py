@@ -20,9 +20,9 @@ import numpy as np
 from examples import report
 from examples.deepseek import DeepSeekConfig, load_params, read_config
 from examples.engine import Engine, Request, Stats
+from examples.kv import MLA_KV_DTYPES, Pool, canonical
 from examples.mesh import UsageError, ensure_cpu_devices, make_mesh
-from examples.models import KV_DTYPES
-from examples.striped import Pool, serve_deepseek
+from examples.striped import serve_deepseek
 
 
 def generate(
@@ -43,7 +43,8 @@ def generate(
         The requests (`token_ids`, and `first_logits` [vocabulary] after the prompt), what the run used, and the pool.
 
     Raises:
-        UsageError: weights that are missing, sizes that do not fit, a prompt that is empty or has unknown ids.
+        UsageError: weights that are missing, sizes or a KV dtype that do not fit, a prompt that is empty or has unknown
+            ids.
     """
     for name, ids in enumerate(prompts):
         if not all(0 <= token < config.vocab_size for token in ids):
@@ -52,7 +53,7 @@ def generate(
         config,
         load_params(weights, config),
         make_mesh(dcp, 1),
-        dtype=KV_DTYPES[kv_dtype],
+        kv_dtype=kv_dtype,
         capacity=pool_tokens,
         page_size=page_size,
     )
@@ -66,7 +67,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", type=Path, required=True, metavar="JSON", help="the model's config.json")
     p.add_argument("--cases", type=Path, required=True, metavar="JSON", help='[{"ids": [...], "greedy": [...]}, ...]')
     p.add_argument("--dcp", type=int, default=1, metavar="N", help="ranks that share the tokens of a sequence")
-    p.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="what the pool stores (default bf16)")
+    p.add_argument(
+        "--kv-dtype", type=canonical, choices=MLA_KV_DTYPES, default="bf16",
+        help="what the pool stores; fp4 needs dimensions that 16 divides, dsa a latent that 128 divides (default bf16)",
+    )  # fmt: skip
     p.add_argument(
         "--pad-id", type=int, default=0, metavar="ID", help="prompt id hidden from `greedy`; -1: none (default 0)"
     )

@@ -1,21 +1,13 @@
-"""The models that `examples.generate` can serve, and the names of pool dtypes on its command line."""
+"""The models that `examples.generate` can serve."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
 from examples import smollm2
 from examples.llama import LlamaConfig, Params, random_params
 from examples.text import Tokenizer, byte_tokenizer
-
-KV_DTYPES = {
-    "bf16": jnp.dtype(jnp.bfloat16),
-    "f32": jnp.dtype(jnp.float32),
-    "fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
-    "fp8_e5m2": jnp.dtype(jnp.float8_e5m2),
-}
 
 TINY_SPECIALS = ("<unk>", "<start>", "<end>")
 TINY = LlamaConfig(
@@ -24,7 +16,7 @@ TINY = LlamaConfig(
     layers=3,
     heads=12,
     kv_heads=6,
-    head_dim=8,
+    head_dim=16,
     intermediate=96,
     rope_theta=10000.0,
     rms_eps=1e-5,

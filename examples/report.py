@@ -3,7 +3,7 @@
 import jax
 
 from examples.engine import Phase, Stats
-from examples.striped import Pool
+from examples.kv import Pool
 
 
 def table(stats: Stats, pool: Pool) -> str:
@@ -12,6 +12,7 @@ def table(stats: Stats, pool: Pool) -> str:
     total = pool.kv_size_bytes
     devices = jax.tree.leaves(pool)[0].sharding.device_set
     used = ", ".join(f"{100 * rows / slots.size:.1f}%" for rows in stats.rank_rows)
+    stored = pool.dtype if pool.takes_scales else pool.label
     rows = {
         "prompt tokens": rate(stats.prefill),
         "new tokens": rate(stats.decode),
@@ -19,7 +20,7 @@ def table(stats: Stats, pool: Pool) -> str:
         "running at once": f"{stats.running}",
         "pool": f"{slots.size} tokens on each of {slots.dcp_size} ranks, {slots.capacity} in all",
         "rows in use at most": f"{', '.join(map(str, stats.rank_rows))} by rank ({used})",
-        "pool bytes": f"{mib(total)} as {pool.dtype}, {mib(total / len(devices))} on each device",
+        "pool bytes": f"{mib(total)} as {stored}, {mib(total / len(devices))} on each device",
         "devices": f"{len(devices)} x {next(iter(devices)).device_kind}",
     }
     width = max(map(len, rows))

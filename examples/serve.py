@@ -17,11 +17,12 @@ import jax
 import jkv
 from examples import display, report
 from examples.engine import Engine, Stats
+from examples.kv import KV_DTYPES, Pool, canonical
 from examples.mesh import UsageError, ensure_cpu_devices, make_mesh
-from examples.models import KV_DTYPES, MODELS, Model
+from examples.models import MODELS, Model
 from examples.sharing import SharingEngine, Usage
 from examples.smollm2 import ModelUnavailableError
-from examples.striped import Pool, serve_llama
+from examples.striped import serve_llama
 from examples.workload import Work, draw
 
 PAGE = 16  # tokens of a page, over all ranks
@@ -72,14 +73,14 @@ def serve(
         model: what `MODELS[name]()` returns.
         works: the requests.
         dcp: ranks that share the tokens of a sequence.
-        kv_dtype: a name in `KV_DTYPES`.
+        kv_dtype: a name in `KV_DTYPES`, or a dtype's full name.
         pool_tokens: tokens that the pool holds over all ranks; rounded up to whole pages. None: a twentieth of what the
             requests have in all, or what the longest of them takes.
         lanes: requests that run at once, as far as the pool holds them.
         show: told of every step.
 
     Raises:
-        UsageError: sizes that do not fit the model, the devices or the pool; no request.
+        UsageError: sizes or a KV dtype that do not fit the model, the devices or the pool; no request.
     """
     if not works:
         raise UsageError("at least one request must be served")
@@ -90,7 +91,7 @@ def serve(
         raise UsageError(f"pool_tokens must be at least 1, got {pool_tokens}")
     mesh = make_mesh(dcp, 1)
     server = serve_llama(
-        model.config, model.params, mesh, dtype=KV_DTYPES[kv_dtype], capacity=pool_tokens, page_size=-(-PAGE // dcp)
+        model.config, model.params, mesh, kv_dtype=kv_dtype, capacity=pool_tokens, page_size=-(-PAGE // dcp)
     )
     show = show or display.Progress(len(works), None)
     prompts, most = [work.prompt_ids for work in works], [work.max_new_tokens for work in works]
@@ -135,7 +136,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--requests", type=int, default=200, metavar="N", help="default 200")
     p.add_argument("--pool-tokens", type=int, metavar="M", help="pool size over all ranks (default 5%% of all tokens)")
     p.add_argument("--dcp", type=int, default=1, metavar="C", help="ranks that share the tokens of a sequence")
-    p.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="what the pool stores (default bf16)")
+    p.add_argument(
+        "--kv-dtype", type=canonical, choices=KV_DTYPES, default="bf16", help="what the pool stores (default bf16)"
+    )
     p.add_argument("--max-new-tokens", type=int, default=24, metavar="N", help="of the longest texts (default 24)")
     p.add_argument("--lanes", type=int, default=40, metavar="N", help="requests that run at once (default 40)")
     p.add_argument("--seed", type=int, default=0, metavar="S", help="of the requests that are drawn (default 0)")

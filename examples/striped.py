@@ -18,11 +18,9 @@ from jax.sharding import PartitionSpec as P
 import jkv
 from examples import deepseek, llama
 from examples.deepseek import DeepSeekConfig
+from examples.kv import Pool, local_latents, local_pages, mha_pool, mla_pool
 from examples.llama import Axes, LlamaConfig, Params
 from examples.mesh import DCP, TP, UsageError, put
-
-Pool = Any  # a jkv pool: a PyTree, of either family here
-
 
 Ints = Any  # int32: numpy on the host, jax in a step
 
@@ -59,12 +57,13 @@ def local_mask(slots: jkv.SlotSpace, batch: Batch, rank: jax.Array, length: int)
 
 
 def serve_llama(
-    config: LlamaConfig, params: Params, mesh: Mesh, *, dtype: jnp.dtype, capacity: int, page_size: int
+    config: LlamaConfig, params: Params, mesh: Mesh, *, kv_dtype: str, capacity: int, page_size: int
 ) -> Server:
-    """Spreads a Llama over the mesh, with a pool for at least `capacity` tokens, over all ranks, in `dtype`.
+    """Spreads a Llama over the mesh, with a pool for at least `capacity` tokens, over all ranks, that stores
+    `kv_dtype`.
 
     Raises:
-        UsageError: the tensor-parallel size does not divide the heads.
+        UsageError: the tensor-parallel size does not divide the heads, or the KV dtype does not fit them.
     """
     tp, ranks = mesh.shape[TP], math.prod(mesh.shape.values())
     if config.heads % tp or config.kv_heads % tp:
@@ -75,10 +74,10 @@ def serve_llama(
         )
     dense = (DCP, TP) if config.intermediate % ranks == 0 and config.vocab_size % ranks == 0 else ()
     axes = Axes(heads=(TP,), dense=dense)
-    pool = jkv.MHATokenToKVPool.create(
+    pool = mha_pool(
+        kv_dtype,
         size=rank_size(capacity, mesh.shape[DCP], page_size),
         page_size=page_size,
-        dtype=dtype,
         head_num=config.kv_heads,
         head_dim=config.head_dim,
         layer_num=config.layers,
@@ -98,11 +97,8 @@ def serve_llama(
             pool = pool.set_kv_buffer(
                 layer, batch.loc.reshape(-1), k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])
             )
-            keys, values = (
-                pages_of[pages].reshape(pages.shape[0], 1, -1, *pages_of.shape[2:])
-                for pages_of in pool.get_page_buffer(layer)
-            )
-            out, lse = jkv.attend_rows(q, keys, values, mask)
+            keys, values = local_pages(pool, layer, pages)
+            out, lse = jkv.attend_rows(q, keys[:, None], values[:, None], mask)
             return jkv.merge_states(out, lse, DCP)[0], pool
 
         logits, pool = llama.forward(params, config, batch.tokens, batch.start, batch.new, pool, attend, axes)
@@ -113,13 +109,17 @@ def serve_llama(
 
 
 def serve_deepseek(
-    config: DeepSeekConfig, params: Params, mesh: Mesh, *, dtype: jnp.dtype, capacity: int, page_size: int
+    config: DeepSeekConfig, params: Params, mesh: Mesh, *, kv_dtype: str, capacity: int, page_size: int
 ) -> Server:
-    """Spreads a DeepSeek-V3 over the mesh's `dcp` axis, with an MLA pool for at least `capacity` tokens in `dtype`."""
-    pool = jkv.MLATokenToKVPool.create(
+    """Spreads a DeepSeek-V3 over the mesh's `dcp` axis, with an MLA pool for at least `capacity` tokens.
+
+    Raises:
+        UsageError: the KV dtype does not fit the model's dimensions.
+    """
+    pool = mla_pool(
+        kv_dtype,
         size=rank_size(capacity, mesh.shape[DCP], page_size),
         page_size=page_size,
-        dtype=dtype,
         kv_lora_rank=config.kv_lora_rank,
         qk_rope_head_dim=config.qk_rope_head_dim,
         layer_num=config.num_hidden_layers,
@@ -139,9 +139,8 @@ def serve_deepseek(
         ) -> tuple[jax.Array, Pool]:
             flat = (x.reshape(-1, 1, x.shape[-1]) for x in (latent, rope))
             pool = pool.set_mla_kv_buffer(layer, batch.loc.reshape(-1), *flat)
-            # Behind a lane's rows there is -1, which reads the last row; the mask leaves it out.
-            keys, values = (buffer[rows][:, None] for buffer in pool.get_kv_buffer(layer))
-            out, lse = jkv.attend_rows(q, keys, values, mask, scale=config.scale)
+            keys, values = local_latents(pool, layer, rows)
+            out, lse = jkv.attend_rows(q, keys[:, None], values[:, None], mask, scale=config.scale)
             return jkv.merge_states(out, lse, DCP)[0], pool
 
         logits, pool = deepseek.forward(params, config, batch.tokens, batch.start, batch.new, pool, attend)

@@ -8,8 +8,9 @@ import pytest
 
 from examples import check, dense, generate
 from examples.engine import MAX_CHUNK, Engine
+from examples.kv import KV_DTYPES
 from examples.mesh import make_mesh
-from examples.models import KV_DTYPES, MODELS, Model
+from examples.models import MODELS, Model
 from examples.striped import serve_llama
 
 # The second has more tokens than one step takes, the third starts where another has left.
@@ -43,7 +44,7 @@ def test_a_striped_pool_gives_the_tokens_of_dense_decoding(
     prompts = [model.tokenizer.encode(prompt) for prompt in PROMPTS]
     # The second request may fill 100 of 128 slots: two others never fit beside it, though there are lanes.
     server = serve_llama(
-        model.config, model.params, make_mesh(dcp, tp), dtype=KV_DTYPES["f32"], capacity=128, page_size=16 // dcp
+        model.config, model.params, make_mesh(dcp, tp), kv_dtype="f32", capacity=128, page_size=16 // dcp
     )
     engine = Engine(server, prompts, NEW, lanes)
     requests, stats, _ = engine.run()
@@ -76,7 +77,7 @@ def test_a_text_ends_with_the_end_token_and_the_lane_is_taken_over(model: Model,
 
 
 def test_a_pool_that_is_taken_from_elsewhere_is_noticed(model: Model):
-    server = serve_llama(model.config, model.params, make_mesh(1, 1), dtype=KV_DTYPES["f32"], capacity=32, page_size=16)
+    server = serve_llama(model.config, model.params, make_mesh(1, 1), kv_dtype="f32", capacity=32, page_size=16)
     engine = Engine(server, [[5]], NEW, 1)
     engine.allocator.alloc(32)
     with pytest.raises(RuntimeError, match="an admitted request ran out of slots or rows"):

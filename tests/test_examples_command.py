@@ -126,7 +126,7 @@ def test_a_wrong_command_line_is_refused(argv: list[str], message: str, capsys: 
 
 
 def test_generate_refuses_what_the_command_line_would(model: Model):
-    with pytest.raises(UsageError, match="unknown KV dtype 'int8'; there are bf16, f32, fp8_e4m3, fp8_e5m2"):
+    with pytest.raises(UsageError, match="unknown KV dtype 'int8'; there are bf16, f32, f16, fp8_e4m3, fp8_e5m2, fp4"):
         generate.generate(model, ["hi"], kv_dtype="int8")
     with pytest.raises(UsageError, match="no prompt was given"):
         generate.generate(model, [])

@@ -14,7 +14,7 @@ import jkv
 from examples import dense, display, serve
 from examples.display import Progress
 from examples.mesh import make_mesh
-from examples.models import KV_DTYPES, MODELS, Model
+from examples.models import MODELS, Model
 from examples.sharing import SharingEngine, Usage
 from examples.striped import Server, serve_llama
 from examples.workload import QUESTIONS, SYSTEM_PROMPTS, Work, draw
@@ -98,7 +98,7 @@ def test_the_command_serves_from_stripes_and_writes_numbers_and_a_picture(
 
 
 def small_server(model: Model) -> Server:
-    return serve_llama(model.config, model.params, make_mesh(1, 1), dtype=KV_DTYPES["f32"], capacity=160, page_size=16)
+    return serve_llama(model.config, model.params, make_mesh(1, 1), kv_dtype="f32", capacity=160, page_size=16)
 
 
 def test_rows_that_come_back_wrong_are_seen_in_the_texts(model: Model, monkeypatch: pytest.MonkeyPatch):
