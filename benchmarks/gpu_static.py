@@ -1,62 +1,67 @@
 """What the compiled GPU kernels are made of, without a GPU: accesses, instructions, registers and bytes in flight.
 
-Each op is compiled for A100, H200 and B200 on this host (JAX's CUDA plugin of the same version, without its libraries:
-`pip install --no-deps jax-cuda13-plugin==X jax-cuda13-pjrt==X`), at a decode and at a prefill number of rows, and its
-PTX is counted. Registers need a `ptxas` (on PATH, or from `pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm
-nvidia-cuda-crt`); without one they are left out, and with them what follows: blocks that a multiprocessor holds, and
-bytes that those have in flight.
+Each op is compiled on this host for the GPUs that an implementation is for, at a decode and a prefill number of rows,
+and its PTX is counted. Needs JAX's CUDA plugin of the same version, without its libraries, and NVIDIA's assembler:
+`pip install --no-deps jax-cuda13-plugin==X jax-cuda13-pjrt==X nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt`.
+
+A row is a token's row in all buffers that the kernel serves, of one layer. An access is one instruction of a warp: 512
+bytes where each thread takes 16; a bulk copy is one of a thread. In flight is what the blocks of a multiprocessor have
+under way.
 """
 
 import argparse
 import dataclasses
-import importlib.util
 import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that are not needed here
+
 import jax
+import jax.numpy as jnp
 
-from benchmarks import report
+from benchmarks import kernel_tools, report
+from pallas_kernels import dispatch
 
-ROOT = pathlib.Path(__file__).parent.parent
 CASES = [
     ("scatter_kv", "llama-3-8b"),
     ("scatter_kv", "llama-3-8b-fp8"),
     ("scatter_kv", "llama-3-70b-tp8"),
     ("scatter_mla", "deepseek-v3"),
     ("scatter_mla", "deepseek-v3-fp8"),
+    ("scatter_mla", "deepseek-v3, 4 ranks"),
     ("scatter_rows", "deepseek-v3"),
     ("gather_rows", "llama-3-8b"),
     ("gather_rows", "deepseek-v3"),
+    ("gather_rows", "deepseek-v3, 4 ranks"),
     ("move_rows", "deepseek-v3"),
 ]
 DECODE, PREFILL = 64, 16384
-# Of a multiprocessor, the same on all three (NVIDIA's CUDA programming guide, compute capabilities 8.0, 9.0, 10.0).
-REGISTERS, THREADS, BLOCKS = 65536, 2048, 32
+CHIPS = {"triton": ("A100", "H200", "B200"), "mosaic": ("H200", "B200")}
+PROGRAMS = {"triton": "aot.py", "mosaic": "aot_mosaic.py"}
+# Of a multiprocessor, the same on all three (NVIDIA's CUDA programming guide, compute capabilities 8.0, 9.0, 10.0); the
+# last for blocks, of 8.0 and of the others.
+REGISTERS, THREADS, BLOCKS, SHARED = 65536, 2048, 32, {"A100": 163 << 10, "H200": 227 << 10, "B200": 227 << 10}
+COLUMNS = (
+    "op", "rows", "implementation", "rows a block", "bytes a load", "bytes a store", "loads a row", "stores a row",
+    "instructions a row", "KiB in flight", "registers", "occupancy",
+)  # fmt: skip
 
 
-def _tool(name: str) -> Any:
-    """A module of the kernels' tests, which compile and read PTX too."""
-    path = ROOT / "tests" / "kernels" / f"{name}.py"
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def find_ptxas() -> str | None:
-    """The assembler, from NVIDIA's wheels (which are as new as JAX's PTX) or from PATH."""
+def find_ptxas() -> str:
+    """The assembler, from NVIDIA's wheels (which are as new as JAX's PTX) or from PATH. Raises FileNotFoundError."""
     wheels = pathlib.Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/ptxas")
-    return next(map(str, wheels), shutil.which("ptxas"))
+    found = next(map(str, wheels), shutil.which("ptxas"))
+    if found is None:
+        raise FileNotFoundError("no ptxas: pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt")
+    return found
 
 
 def registers(ptx: str, ptxas: str) -> int:
@@ -73,52 +78,75 @@ def registers(ptx: str, ptxas: str) -> int:
     return int(used[1])
 
 
-def count(ptx: str, grid: list[int], n: int, ptxas: str | None) -> dict[str, Any]:
-    """What one kernel's PTX holds. A row is a token's row in all buffers that the kernel serves, of one layer."""
-    threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
-    rows = -(-n // grid[0])  # of a program
-    found = {
+def count(ptx: str, plan: dict[str, Any], row_bytes: int, chip: str, ptxas: str) -> dict[str, Any]:
+    """What one kernel's PTX holds.
+
+    Args:
+      plan: "way", "rows" of a block, and "shared" memory of one, in bytes.
+      row_bytes: of a row, as it is loaded.
+    """
+    threads, rows = int(re.findall(r"\.(?:req|max)ntid (\d+)", ptx)[0]), plan["rows"]
+    words = {
         kind: [
-            ({"": 1, ".v2": 2, ".v4": 4}[m[1] or ""] * int(m[2]) // 8)
-            for m in re.finditer(rf"\b{kind}\.global(\.v\d)?\.[bu](\d+)", ptx)
+            int(m[1] or 1) * int(m[2]) // 8
+            for m in re.finditer(rf"\b{kind}(?:\.global)?(?:\.v(\d))?\.[bu](\d+)\s+[{{\[%]", ptx)
         ]
         for kind in ("ld", "st")
     }
+    bulk = {"ld": ptx.count("cp.async.bulk.shared::cta."), "st": ptx.count("cp.async.bulk.global.")}
     body = ptx[ptx.index("{") :]
     instructions = len(re.findall(r"^\s+(?:@!?%p\d+ )?[a-z][\w.:]+\s[^;]*;", body, re.MULTILINE))
-    wide = [size for size in found["ld"] if size == max(found["ld"])]
-    in_flight = sum(wide) * threads
-    out: dict[str, Any] = {
-        "rows a program": rows,
-        "warps": threads // 32,
-        "bytes an access": max(found["st"]),
-        "narrowest store": min(found["st"]),
-        "warp stores a row": round(len(found["st"]) * threads / 32 / rows, 2),
-        "warp loads a row": round(len(found["ld"]) * threads / 32 / rows, 2),
-        "warp instructions a row": round(instructions * threads / 32 / rows, 1),
-        "bytes in flight a program": in_flight,
+    used, warps = registers(ptx, ptxas), threads / 32
+    blocks = min(
+        REGISTERS // (-(-used // 8) * 8 * threads), THREADS // threads, BLOCKS, SHARED[chip] // (plan["shared"] + 1024)
+    )
+
+    def size(kind: str) -> str:
+        """The widest of loads, of which narrow ones (and on B200 those of 32 bytes) are of ids; all of stores."""
+        if bulk[kind]:
+            return "bulk"
+        if kind == "ld":
+            return str(max(size for size in words[kind] if size <= 16))
+        return ", ".join(map(str, sorted(set(words[kind]), reverse=True)))
+
+    def accesses(kind: str) -> str:
+        """A bulk copy is of one thread. Where there are any, the other loads are of ids."""
+        return f"{(bulk[kind] or len(words[kind]) * warps) / rows:.3g}"
+
+    return {
+        "way": plan["way"],
+        "rows a block": rows,
+        "bytes a load": size("ld"),
+        "bytes a store": size("st"),
+        "loads a row": accesses("ld"),
+        "stores a row": accesses("st"),
+        "instructions a row": round(instructions * warps / rows),
+        "KiB in flight": round(blocks * rows * row_bytes / 1024),
+        "registers": used,
+        "occupancy": f"{blocks * threads / THREADS:.0%}",
     }
-    if ptxas is not None:
-        used = registers(ptx, ptxas)
-        blocks = min(REGISTERS // (-(-used // 8) * 8 * threads), THREADS // threads, BLOCKS)
-        out |= {"registers": used, "programs a multiprocessor": blocks}
-        out |= {"occupancy": round(blocks * threads / THREADS, 2), "KiB in flight": round(blocks * in_flight / 1024)}
-    return out
 
 
-def measure(chips: list[str], implementations: list[str]) -> list[dict[str, Any]]:
-    """One entry for each kernel that came out."""
-    aot, ptxas = _tool("aot"), find_ptxas()
+def measure(chips: Sequence[str], implementations: Sequence[str]) -> list[dict[str, Any]]:
+    """One entry for each kernel that came out. Raises RuntimeError where one does not compile."""
+    aot, specs, ptxas = kernel_tools.tool("aot"), kernel_tools.tool("specs"), find_ptxas()
+    known = {r.name: r for r in (*specs.KV, *specs.MLA)}
     results = []
-    for chip in chips:
+    for implementation, chip in ((i, c) for i in implementations for c in CHIPS[i] if c in chips):
         calls = [
-            aot.Call(op, rows, n=n, implementation=name, stacked=op == "move_rows")
+            aot.Call(
+                op,
+                rows.removesuffix(", 4 ranks"),
+                n=n,
+                implementation=implementation,
+                stacked=op == "move_rows",
+                where="shards" if rows.endswith(", 4 ranks") else "alone",
+            )
             for op, rows in CASES
             for n in (DECODE, PREFILL)
-            for name in implementations
         ]
         done = subprocess.run(
-            [sys.executable, aot.__file__, chip],
+            [sys.executable, str(kernel_tools.FOLDER / PROGRAMS[implementation]), chip],
             input=json.dumps([dataclasses.asdict(call) for call in calls]),
             env=aot.environment(),
             capture_output=True,
@@ -127,29 +155,45 @@ def measure(chips: list[str], implementations: list[str]) -> list[dict[str, Any]
         if done.returncode:
             raise RuntimeError(f"compiling for {chip}: {done.stderr[-2000:]}")
         for call, facts in zip(calls, json.loads(done.stdout), strict=True):
-            case = {"chip": chip, "implementation": call.implementation, "op": call.op, "rows": call.rows, "n": call.n}
             if "error" in facts:
-                results.append(case | {"error": facts["error"]})
-            for name, text in facts.get("ptx", {}).items():
-                results.append(case | {"kernel": name} | count(text, facts["grids"][name], call.n, ptxas))
+                raise RuntimeError(f"{chip}, {call.label}: {facts['error']}")
+            rows, ranks = known[call.rows], ", 4 ranks" if call.where == "shards" else ""
+            item = jnp.dtype(rows.source if call.op in ("scatter_kv", "scatter_mla") else rows.word).itemsize
+            row_bytes = sum(heads * width for heads, width in rows.parts) * item
+            for name, text in facts["ptx"].items():
+                plan = facts.get("plans", {}).get(name) or {
+                    "way": "tiles", "rows": -(-call.n // facts["grids"][name][0]), "shared": 0,
+                }  # fmt: skip
+                kernel = re.sub(r"^move_rows_|_mosaic_gpu_kernel$", "", name).removesuffix("_rows")
+                case = {"chip": chip, "implementation": implementation, "N": call.n, "rows": f"{call.rows}{ranks}"}
+                op = {"op": f"{call.op}: {kernel}" if call.op == "move_rows" else call.op}
+                results.append(case | op | count(text, plan, row_bytes, chip, ptxas))
     return results
 
 
+def paired(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the two numbers of rows as one, "decode / prefill" where they differ."""
+    kernels: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for r in results:
+        kernels.setdefault((r["op"], r["rows"], r["implementation"]), []).append(r)
+    return [{k: r[k] if r[k] == many[k] else f"{r[k]} / {many[k]}" for k in COLUMNS} for r, many in kernels.values()]
+
+
 def main() -> None:
-    """Prints the tables; `--json` writes them."""
+    """Prints a table for each chip; `--json` writes all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chips", nargs="+", default=["A100", "H200", "B200"])
-    parser.add_argument("--implementations", nargs="+", default=["triton"])
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--chips", nargs="+", choices=CHIPS["triton"], default=CHIPS["triton"])
+    parser.add_argument("--implementations", nargs="+", choices=list(CHIPS))
+    parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    results = measure(options.chips, options.implementations)
+    here = [name for name in CHIPS if dispatch.unavailable(name) is None]
+    results = measure(options.chips, options.implementations or here)
+    report.write_json(options.json, results)
+    results.sort(key=lambda r: CASES.index((r["op"].split(":")[0], r["rows"])))
     for chip in options.chips:
-        mine = [r for r in results if r["chip"] == chip]
-        keys = [k for k in next(r for r in mine if "error" not in r) if k not in ("chip", "implementation", "op")]
-        rows = [[r.get(k, r.get("error", "")[:40]) for k in keys] for r in mine]
-        print(report.table(f"{chip}, JAX {jax.__version__}", keys, rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"jax": jax.__version__, "kernels": results}, indent=1) + "\n")
+        rows = [list(r.values()) for r in paired([r for r in results if r["chip"] == chip])]
+        title = f"{chip}, JAX {jax.__version__}; {DECODE} / {PREFILL} rows"
+        print(report.table(title, COLUMNS, rows))
 
 
 if __name__ == "__main__":
