@@ -13,4 +13,7 @@ from pallas_kernels.mosaic.plan import Source as Source
 from pallas_kernels.mosaic.plan import refusal as refusal
 from pallas_kernels.mosaic.plan import refusal_of_words as refusal_of_words
 from pallas_kernels.mosaic.plan import to_words as to_words
+from pallas_kernels.mosaic.quant import Blocks as Blocks
+from pallas_kernels.mosaic.quant import refusal_of_fp4 as refusal_of_fp4
+from pallas_kernels.mosaic.quant import scatter_fp4 as scatter_fp4
 from pallas_kernels.mosaic.scatter import scatter as scatter

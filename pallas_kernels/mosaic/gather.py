@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dispatch import KernelConfig
 from pallas_kernels.mosaic import straight
 from pallas_kernels.mosaic.launch import Batch, Launch, Refs, fetch, finish_copies, plgpu, store, zeros
-from pallas_kernels.mosaic.plan import Columns, flat
+from pallas_kernels.mosaic.plan import Columns, flat, plan
 
 
 def gather(
@@ -32,7 +32,7 @@ def gather(
     out = [jax.ShapeDtypeStruct((*layers, loc.shape[0], c.width), buffers[c.buffer].dtype) for c in columns]
     if any(o.size == 0 for o in out):
         return tuple(jnp.zeros(o.shape, o.dtype) for o in out)
-    launch = Launch(columns, loc, buffers[0], layer, config, tile=False, **slots)
+    launch = Launch(plan(columns, loc.shape[0], config, tile=False), loc, buffers[0], layer, **slots)
     count, way = launch.plan.rows, launch.plan.way
 
     def body(refs: Refs) -> None:

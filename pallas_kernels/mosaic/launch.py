@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import dispatch, index
-from pallas_kernels.dispatch import KernelConfig
-from pallas_kernels.mosaic.plan import THREADS, Columns, plan
+from pallas_kernels.mosaic.plan import THREADS, Plan
 
 plgpu: Any = mosaic_gpu  # whose signatures differ between the supported versions of JAX
 _LANES = 32  # of a warp
@@ -94,20 +93,17 @@ class Launch:
 
     def __init__(
         self,
-        columns: Sequence[Columns],
+        plan: Plan,
         loc: jax.Array,
         buffer: jax.Array,
         layer: Any,
-        config: KernelConfig,
         *,
-        tile: bool,
         dcp_rank: Any,
         **slots: Any,
     ) -> None:
-        self.loc, self.n = loc, loc.shape[0]
+        self.plan, self.loc, self.n = plan, loc, loc.shape[0]
         self.every = isinstance(layer, slice)
         self.layers = 1 if layer is None else buffer.shape[0]
-        self.plan = plan(columns, self.n, config, tile=tile)
         self.local_row: Callable[..., Any] = functools.partial(
             index.local_row, rows=index.rows_of(buffer, layer), **slots
         )

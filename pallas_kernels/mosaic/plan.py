@@ -19,8 +19,8 @@ _WIDE_BYTES, _NARROW_BYTES = 16, 4  # of an access
 _FEW_ROWS = 256  # up to here latency counts, and not that threads repeat each other's accesses
 _BLOCKS = 264  # at least, before a block takes more rows: two for each multiprocessor of an H200
 _BATCH_BYTES = 16 << 10  # of a staged batch, about: some 12 blocks of a multiprocessor fit its shared memory
-_SHARED_BYTES = 192 << 10  # of a block, at most
-_MOST_ROWS = 32  # of a batch: each has an id to be read, and a barrier
+SHARED_BYTES = 192 << 10  # of a block, at most
+MOST_ROWS = 32  # of a batch: each has an id to be read, and a barrier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +146,12 @@ def refusal(columns: Sequence[Columns], config: KernelConfig | None, *operands: 
         return "config.warps is for triton; here a block is one warpgroup"
     if config.stages not in (None, 0, 1):
         return f"config.stages must be 0 (straight to the rows) or 1 (through shared memory), got {config.stages}"
-    if config.rows is not None and not 0 < config.rows <= _MOST_ROWS:
-        return f"config.rows must lie within 1 and {_MOST_ROWS}, got {config.rows}"
+    if config.rows is not None and not 0 < config.rows <= MOST_ROWS:
+        return f"config.rows must lie within 1 and {MOST_ROWS}, got {config.rows}"
     if config.stages == 1 and not all(c.bulk for c in columns):
         return f"config.stages: bulk copies move multiples of {_WIDE_BYTES} bytes, not columns like these"
-    if config.stages == 1 and (config.rows or 1) * _row_bytes(columns) > _SHARED_BYTES:
-        return f"{config.rows or 1} rows of {_row_bytes(columns)} bytes do not fit {_SHARED_BYTES} of shared memory"
+    if config.stages == 1 and (config.rows or 1) * _row_bytes(columns) > SHARED_BYTES:
+        return f"{config.rows or 1} rows of {_row_bytes(columns)} bytes do not fit {SHARED_BYTES} of shared memory"
     return None
 
 
@@ -188,20 +188,26 @@ def plan(columns: Sequence[Columns], n: int, config: KernelConfig, *, tile: bool
     row_bytes, rows = _row_bytes(columns), config.rows
     staged = config.stages == 1
     if config.stages is None:
-        can = all(c.bulk for c in columns) and (rows or 1) * row_bytes <= _SHARED_BYTES
+        can = all(c.bulk for c in columns) and (rows or 1) * row_bytes <= SHARED_BYTES
         staged = n > _FEW_ROWS and can and not all(c.fills for c in columns)
     spread = max(1, n // _BLOCKS)
     if not staged:
         return Plan(min(n, rows or min(spread, 4)), "straight")
     least = math.lcm(*(c.batch for c in columns))
-    tile &= least <= min(spread if rows is None else rows, _MOST_ROWS)
+    tile &= least <= min(spread if rows is None else rows, MOST_ROWS)
     if rows is None:
-        rows = least if tile else 1
-        while rows * row_bytes < _BATCH_BYTES and rows * 2 <= min(spread, _MOST_ROWS):
-            rows *= 2
+        rows = staged_rows(least if tile else 1, row_bytes, n)
     rows = min(n, rows)
     tile_bytes = rows * sum(c.width * c.dense_bytes for c in columns)
     return Plan(rows, "tile" if tile and rows % least == 0 and tile_bytes <= THREADS * IN_FLIGHT_BYTES else "bulk")
+
+
+def staged_rows(least: int, row_bytes: int, n: int) -> int:
+    """Rows of a batch in shared memory, of n: a multiple of `least`."""
+    rows = least
+    while rows * row_bytes < _BATCH_BYTES and rows * 2 <= min(max(1, n // _BLOCKS), MOST_ROWS):
+        rows *= 2
+    return rows
 
 
 def _row_bytes(columns: Sequence[Columns]) -> int:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dispatch import KernelConfig
 from pallas_kernels.mosaic import straight
 from pallas_kernels.mosaic.launch import Batch, Launch, Refs, fetch, finish_copies, load, plgpu, store
-from pallas_kernels.mosaic.plan import Columns, Source, flat
+from pallas_kernels.mosaic.plan import Columns, Source, flat, plan
 
 
 def scatter(
@@ -39,7 +39,7 @@ def scatter(
         return tuple(buffers)
     columns = [source.columns(lead) for source in sources]
     some = slots["dcp_size"] > 1  # of a batch's rows are this rank's
-    launch = Launch(columns, loc, buffers[0], layer, config, tile=not some, **slots)
+    launch = Launch(plan(columns, loc.shape[0], config, tile=not some), loc, buffers[0], layer, **slots)
     scales = [launch.scalar(source.scale, jnp.float32) for source in sources]
     count, way = launch.plan.rows, launch.plan.way
 
