@@ -66,6 +66,8 @@ class Case:
     @property
     def spec(self) -> Any:
         """Its rows."""
+        if self.op in QUANTISED:
+            return kernel_tools.tool("quant_specs").named(self.rows)
         specs = kernel_tools.tool("specs")
         return next(r for r in (*specs.KV, *specs.MLA) if r.name == self.rows)
 
@@ -203,12 +205,55 @@ def _move_rows(spec: Any, size: Size) -> Work:
     )
 
 
+def _quantised(spec: Any, size: Size) -> Work:
+    """Writes that quantise."""
+    quant = kernel_tools.tool("quant_calls")
+
+    def call(state: Any, loc: Any, values: Any, i: int, layer: Any, **options: Any) -> Any:
+        return quant.write(spec, state, loc, values, layer=layer, skip_slot=0, **options)
+
+    return Work(
+        make=lambda: _buffers(spec.buffers, "uint8", (size.layers, size.rows)),
+        values=_layers_of_rows([(size.n, *part) for part in spec.values], spec.source, size.layers),
+        call=call,
+        nbytes=size.n * (_nbytes(spec.values, spec.source) + _nbytes(spec.buffers, "uint8") + 4),
+    )
+
+
+def _dequantised(spec: Any, size: Size) -> Work:
+    """What was read, as bfloat16, is in the state."""
+    quant = kernel_tools.tool("quant_calls")
+
+    def call(state: Any, loc: Any, values: Any, i: int, layer: Any, **options: Any) -> Any:
+        buffers, read = state
+        return buffers, (*read[:i], quant.read(spec, buffers, loc, layer=layer, **options), *read[i + 1 :])
+
+    def make() -> Any:
+        words = _buffers(spec.buffers, "uint8", (size.layers, size.rows))
+        buffers = tuple(w & 0x3F for w in words)  # no NaN
+        zeros = [
+            jnp.zeros((size.n, *part), jnp.bfloat16) for part in (spec.values if spec.kind != "dsa" else spec.parts)
+        ]
+        return buffers, tuple(tuple(map(jnp.copy, zeros)) for _ in range(size.layers))
+
+    nbytes = size.n * (_nbytes(spec.parts, jnp.bfloat16) + _nbytes(spec.buffers, "uint8") + 4)
+    return Work(make, [()] * size.layers, call, nbytes)
+
+
+QUANTISED: dict[str, Callable[[Any, Size], Work]] = {
+    "scatter_kv_fp4": _quantised,
+    "scatter_mla_fp4": _quantised,
+    "scatter_dsa": _quantised,
+    "gather_fp4": _dequantised,
+    "gather_dsa": _dequantised,
+}
 BUILDERS: dict[str, Callable[[Any, Size], Work]] = {
     "scatter_kv": functools.partial(_scatter, "scatter_kv"),
     "scatter_mla": functools.partial(_scatter, "scatter_mla"),
     "scatter_rows": _scatter_rows,
     "gather_rows": _gather_rows,
     "move_rows": _move_rows,
+    **QUANTISED,
 }
 ALL = (1, 16, 128, 1024, 16384, 65536)
 FEW = (128, 16384)
@@ -222,10 +267,18 @@ CASES = (
     Case("gather_rows", "llama-3-8b", FEW),
     Case("move_rows", "deepseek-v3", FEW),
     Case("scatter_rows", "deepseek-v3", FEW),
+    Case("scatter_dsa", "deepseek-v3.2", FEW),
+    Case("scatter_kv_fp4", "llama-3-8b", FEW),
+    Case("scatter_mla_fp4", "deepseek-v3-fp4", FEW),
+    Case("gather_dsa", "deepseek-v3.2", FEW),
+    Case("gather_fp4", "llama-3-8b", FEW),
     Case("scatter_kv", "phi-2-fp8"),
     Case("scatter_kv", "smollm2-135m-f32"),
     Case("scatter_mla", "kimi-linear-nope"),
     Case("scatter_rows", "llama-3-8b-fp8"),
     Case("gather_rows", "deepseek-v3-fp8"),
     Case("move_rows", "llama-3-8b-fp8"),
+    Case("scatter_kv_fp4", "phi-2"),
+    Case("scatter_dsa", "deepseek-v3.2-f32"),
+    Case("gather_fp4", "deepseek-v3-fp4"),
 )

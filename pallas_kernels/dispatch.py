@@ -21,11 +21,11 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "scatter_rows": ("triton", "mosaic", "xla"),
     "gather_rows": ("triton", "mosaic", "xla"),
     "move_rows": ("triton", "mosaic", "xla"),
-    "scatter_kv_fp4": ("mosaic", "xla"),
-    "scatter_mla_fp4": ("mosaic", "xla"),
-    "scatter_dsa": ("xla",),
-    "gather_fp4": ("xla",),
-    "gather_dsa": ("xla",),
+    "scatter_kv_fp4": ("triton", "mosaic", "xla"),
+    "scatter_mla_fp4": ("triton", "mosaic", "xla"),
+    "scatter_dsa": ("triton", "xla"),
+    "gather_fp4": ("triton", "xla"),
+    "gather_dsa": ("triton", "xla"),
 }
 
 

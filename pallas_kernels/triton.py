@@ -74,6 +74,19 @@ def refusal(
     buffers: Sequence[Any], columns: Sequence[Columns], n: int, lead: int, config: KernelConfig | None
 ) -> str | None:
     """Why the kernels cannot move `n` rows of these columns, or None."""
+    if reason := refusal_of_config(config):
+        return reason
+    for c in columns:
+        unmoved = [d.name for d in (c.dense, c.stored) if d.name.startswith(_UNMOVED)]
+        if unmoved or (codecs.is_fp8(c.dense) and not c.copied):
+            return f"it does not move {unmoved[0]}" if unmoved else f"it does not cast {c.dense}"
+        if c.width * max(c.dense.itemsize, c.stored.itemsize) > _ROW_BYTES:
+            return f"rows of {c.width} {c.dense} pass {_ROW_BYTES} bytes"
+    return refusal_of_words(buffers, _word_bytes(buffers, columns, lead))
+
+
+def refusal_of_config(config: KernelConfig | None) -> str | None:
+    """Why a triton kernel cannot follow `config`, or None."""
     config = config or KernelConfig()
     if config.stages is not None:
         return "config.stages is for mosaic"
@@ -81,17 +94,21 @@ def refusal(
         value = getattr(config, name)
         if value is not None and not (0 < value <= most and value & (value - 1) == 0):
             return f"config.{name} must be a power of two up to {most}, got {value}"
-    for c in columns:
-        unmoved = [d.name for d in (c.dense, c.stored) if d.name.startswith(_UNMOVED)]
-        if unmoved or (codecs.is_fp8(c.dense) and not c.copied):
-            return f"it does not move {unmoved[0]}" if unmoved else f"it does not cast {c.dense}"
-        if c.width * max(c.dense.itemsize, c.stored.itemsize) > _ROW_BYTES:
-            return f"rows of {c.width} {c.dense} pass {_ROW_BYTES} bytes"
-    for buffer, word in zip(buffers, _word_bytes(buffers, columns, lead), strict=True):
+    return None
+
+
+def refusal_of_words(buffers: Sequence[Any], words: Sequence[int]) -> str | None:
+    """Why buffers cannot be addressed by words of so many bytes, or None."""
+    for buffer, word in zip(buffers, words, strict=True):
         # The backend counts offsets in signed 32-bit words up to 2**32 bytes, and in 64-bit ones beyond.
         if word == 1 and 2**31 < buffer.size <= 2**32:
             return f"it would address {buffer.size} single bytes in 32 bits"
     return None
+
+
+def multiprocessors() -> int:
+    """Of the chip that the program being traced is for; those of an H100 where that is not known."""
+    return _MULTIPROCESSORS.get(dispatch.compute_capability(dispatch.device_kind()) or 0, 132)
 
 
 def _word_bytes(buffers: Sequence[Any], columns: Sequence[Columns], lead: int) -> list[int]:
@@ -164,7 +181,7 @@ def _pair_encoder(c: Columns) -> Callable[..., jax.Array]:
     return encode
 
 
-def _divide(x, scale):
+def divide(x, scale):
     """IEEE float32: a plain division compiles to `div.full.f32`, which is off by up to two ulp."""
     args = [x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape)]
     shape = [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
@@ -181,7 +198,7 @@ def _uint(size: int) -> np.dtype:
     return jnp.dtype(f"uint{8 * size}")
 
 
-def _to_words(x, shape: tuple[int, ...], size: int):
+def to_words(x, shape: tuple[int, ...], size: int):
     """The bits of `x` as words of `size` bytes in `shape`, whose last axis is -1; on a GPU a view."""
     own, lead = x.dtype.itemsize, len(shape) - 1
     x = _as(x, _uint(own)).reshape(*shape)
@@ -190,8 +207,8 @@ def _to_words(x, shape: tuple[int, ...], size: int):
     return _as(x, _uint(size)).reshape(*x.shape[:lead], -1)
 
 
-def _from_words(words, shape: tuple[int, ...], dtype):
-    """The inverse of `_to_words`."""
+def from_words(words, shape: tuple[int, ...], dtype):
+    """The inverse of `to_words`."""
     own, size = jnp.dtype(dtype).itemsize, words.dtype.itemsize
     if size < own:
         words = words.reshape(*words.shape[:-1], -1, own // size)
@@ -214,7 +231,7 @@ def plan(pieces: Sequence[_Piece], n: int, apart: bool, copies: int, config: Ker
     narrowest, widest = min((b for b in tiles if b >= 64), default=max(tiles)), max(tiles)
     rows, warps = config.rows, config.warps
     if rows is None:
-        cores = _MULTIPROCESSORS.get(dispatch.compute_capability(dispatch.device_kind()) or 0, 132)
+        cores = multiprocessors()
         fewest = min(1 << ((_WARP_BYTES - 1) // widest).bit_length(), 32)
         most = max(1 << max(round(math.log2(_PROGRAM_BYTES / row)), 0), fewest)
         spread = max(n * copies // (4 * cores), 1)
@@ -244,6 +261,34 @@ def _batches(
     yield batch
 
 
+def locate(loc_ref, rows: int, n: int, layer: Any, layers: int, count: int, slots: dict[str, Any]) -> tuple[Any, ...]:
+    """In a kernel: where the rows of this program are.
+
+    Args:
+      rows: of a program. n: rows of the call.
+      layer: a number, possibly traced, or None for the only one. layers, count: how many there are, and rows of each.
+      slots: options of `index.local_row`.
+
+    Returns:
+      For each row its number in the call and whether it is one, its row in the buffers and whether it is here, where
+      all others are masked; and the layer.
+    """
+    token = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
+    live = token < n
+    loc = plgpu.load(loc_ref.at[token], mask=live)
+    row = index.local_row(loc, count, **slots)
+    here = live & (row >= 0)
+    zero = pl.program_id(0) * 0  # the interpreter knows no literal indices
+    if layer is None:
+        layer = zero
+    else:
+        layer = zero + layer
+        inside = (layer >= 0) & (layer < layers)
+        here, layer = here & inside, jnp.where(inside, layer, 0).astype(jnp.int32)
+    # What is not here is masked. Its row lies past the end for an interpreter, which drops that, masked or not.
+    return token, live, jnp.where(here, row, count).astype(jnp.int32), here, layer
+
+
 @dataclasses.dataclass(frozen=True)
 class _Launch:
     """One kernel: what is known of it when it is built."""
@@ -265,26 +310,17 @@ class _Launch:
     ) -> None:
         zero = pl.program_id(0) * 0  # the interpreter knows no literal indices
         values = self.scalars | {name: plgpu.load(ref.at[zero]) for name, ref in scalar_refs.items()}
-        token = pl.program_id(0) * self.rows + lax.iota(jnp.int32, self.rows)
-        live = token < self.n
-        loc = plgpu.load(loc_ref.at[token], mask=live)
-        row = index.local_row(loc, self.count, **self.slots | {"dcp_rank": values["rank"]})
-        here = live & (row >= 0)
         group = pl.program_id(1) if self.over == "layers" else zero
-        layer = group
-        if values["layer"] is not None:
-            layer = zero + values["layer"]
-            inside = (layer >= 0) & (layer < self.layers)
-            here, layer = here & inside, jnp.where(inside, layer, 0).astype(jnp.int32)
-        # What is not here is masked. Its row lies past the end for an interpreter, which drops that, masked or not.
-        row = jnp.where(here, row, self.count).astype(jnp.int32)
+        slots, layer = self.slots | {"dcp_rank": values["rank"]}, values["layer"]
+        token, live, row, here, layer = locate(loc_ref, self.rows, self.n, layer, self.layers, self.count, slots)
+        layer = group if self.over == "layers" else layer
 
         def in_dense(i: int, start: int, width: int):
-            return _tile(dense_refs[i], group, token, start, width)
+            return window(dense_refs[i], group, token, start, width)
 
         def in_buffer(i: int, start: int, width: int):
             piece = self.pieces[i]
-            return _tile(buffer_refs[piece.buffer], layer, row, piece.start + start, width)
+            return window(buffer_refs[piece.buffer], layer, row, piece.start + start, width)
 
         def mask(test, width: int):
             return jnp.broadcast_to(test[:, None], (self.rows, width))
@@ -311,8 +347,8 @@ class _Launch:
             pl.when(pl.program_id(1) == i)(functools.partial(run, [i]))
 
 
-def _tile(ref, first, row, start: int, width: int):
-    """`[rows, width]` of a `[first, row, column]` reference."""
+def window(ref, first, row, start: int, width: int):
+    """In a kernel: `[rows, width]` of a `[first, row, column]` reference."""
     return ref.at[first, row[:, None], (start + lax.iota(jnp.int32, width))[None, :]]
 
 
@@ -351,20 +387,20 @@ def move(
     shapes = [(layers, n, c.width) if every else (n, c.width) for c in columns]
     if n == 0 or not all(c.width for c in columns):  # a launch of no programs is an error
         nothing = buffers if scattering else [jnp.zeros(s, c.stored) for s, c in zip(shapes, columns, strict=True)]
-        return tuple(_vary(x, axes) for x in nothing)
+        return tuple(vary(x, axes) for x in nothing)
 
     words = _word_bytes(buffers, columns, 1 + stacked)
     pieces = [_Piece.of(c, words[c.buffer]) for c in columns]
-    views = [_vary(_to_words(b, (layers, count, -1), w), axes) for b, w in zip(buffers, words, strict=True)]
+    views = [vary(to_words(b, (layers, count, -1), w), axes) for b, w in zip(buffers, words, strict=True)]
     arrays, out = [], [dispatch.result_type((groups, n, p.width), _uint(p.word_bytes), axes) for p in pieces]
     if dense is not None:
         out = [dispatch.result_type(v.shape, v.dtype, axes) for v in views]
-        arrays = [_to_words(d, (groups, n, -1), p.dense_bytes) for d, p in zip(dense, pieces, strict=True)]
+        arrays = [to_words(d, (groups, n, -1), p.dense_bytes) for d, p in zip(dense, pieces, strict=True)]
     operands = [loc, *traced.values(), *arrays, *views]
     copies = len(pieces) if over == "columns" else groups
     rows, warps = plan(pieces, n, over == "columns", copies, config)
-    divide = codecs.exact_div if interpret else _divide
-    launch = _Launch(pieces, n, layers, count, scattering, over, rows, warps, slots, scalars, divide)
+    exact = codecs.exact_div if interpret else divide
+    launch = _Launch(pieces, n, layers, count, scattering, over, rows, warps, slots, scalars, exact)
 
     def kernel(loc_ref, *refs):
         ends = np.cumsum([0, len(traced), len(arrays), len(views), len(out)])
@@ -372,24 +408,43 @@ def move(
         sides = (arrays_in, results) if scattering else (results, views_in)
         launch.kernel(loc_ref, dict(zip(traced, given, strict=True)), *sides)
 
-    first = len(operands) - len(views)
+    grid = pl.cdiv(n, rows), copies
+    results = call(
+        name, kernel, operands, out, grid, warps, aliased=len(views) if scattering else 0, interpret=interpret
+    )
+    if scattering:
+        return tuple(from_words(r, b.shape, b.dtype) for r, b in zip(results, buffers, strict=True))
+    return tuple(from_words(r, s, c.stored) for r, s, c in zip(results, shapes, columns, strict=True))
+
+
+def call(
+    name: str,
+    kernel: Callable[..., None],
+    operands: Sequence[Any],
+    out: Sequence[Any],
+    grid: tuple[int, ...],
+    warps: int,
+    *,
+    aliased: int,
+    interpret: bool,
+) -> Sequence[jax.Array]:
+    """Runs a kernel on references to whole arrays. The last `aliased` operands become the results, in place."""
+    first = len(operands) - aliased
     with contextlib.nullcontext() if interpret else dispatch.for_gpu():
-        results = pl.pallas_call(
+        return pl.pallas_call(
             kernel,
-            grid=(pl.cdiv(n, rows), copies),
+            grid=grid,
             in_specs=[pl.no_block_spec] * len(operands),
             out_specs=[pl.no_block_spec] * len(out),
             out_shape=out,
-            input_output_aliases={first + i: i for i in range(len(views))} if scattering else {},
+            input_output_aliases={first + i: i for i in range(aliased)},
             compiler_params=plgpu.CompilerParams(num_warps=warps),
             interpret=interpret,
             name=name,
         )(*operands)
-    if scattering:
-        return tuple(_from_words(r, b.shape, b.dtype) for r, b in zip(results, buffers, strict=True))
-    return tuple(_from_words(r, s, c.stored) for r, s, c in zip(results, shapes, columns, strict=True))
 
 
-def _vary(x, axes: frozenset):
+def vary(x, axes: frozenset):
+    """`x` as varying over these axes of a shard_map that checks them."""
     missing = axes - dispatch.varying_axes(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else x

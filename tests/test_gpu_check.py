@@ -24,6 +24,11 @@ SMALL = (
     Case("scatter_rows", "smollm2-135m", (1,)),
     Case("gather_rows", "tiny-mla-f32", (1,)),
     Case("move_rows", "tiny-mla-f32", (1,)),
+    Case("scatter_kv_fp4", "one-block", (1,)),
+    Case("scatter_mla_fp4", "tiny-mla-fp4", (1,)),
+    Case("scatter_dsa", "tiny-dsa", (1,)),
+    Case("gather_fp4", "tiny-mla-fp4", (1,)),
+    Case("gather_dsa", "tiny-dsa", (1,)),
 )
 
 

@@ -67,6 +67,18 @@ def codes(x, scale, divide):
     return jnp.where((scale > 0) | (code & 0x7F == 0x7F), code, np.uint8(0))
 
 
+def values(code, scale):
+    """float32 values of int32 codes 0 to 255 by their tiles' scales; for kernels, where some chips convert no FP8."""
+    magnitude = code & 0x7F
+    # As float32 with another bias. A subnormal gets the leading one that it lacks, which is then taken off again.
+    small = magnitude < 8
+    bits = (magnitude << 20) + jnp.where(small, 121 << 23, 120 << 23)
+    value = lax.bitcast_convert_type(bits, jnp.float32) - jnp.where(small, np.float32(2.0**-6), np.float32(0))
+    value = jnp.where(magnitude == 0x7F, np.float32(np.nan), value)
+    signed = lax.bitcast_convert_type(value, jnp.int32) | ((code & 0x80) << 24)
+    return lax.bitcast_convert_type(signed, jnp.float32) * scale
+
+
 def encode(nope, rope, divide):
     """Packed rows.
 

@@ -4,8 +4,8 @@ A block's exponent is `e = ceil(log2(max(amax / 6, 1e-10)))`, its scale byte `e 
 of `|x| / 2**e >= 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5`, plus 8 where `x < 0` (the block-16 format of SGLang's KV pools).
 Codes stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6; the even element of a pair is the low half of its byte.
 
-All of it is integer arithmetic on the bits of float32, the same on every backend: logarithms and powers are off by an
-ulp at some powers of two, and some backends flush subnormals.
+All of it is integer arithmetic on the bits of float32, and sums that are exact, the same on every backend: logarithms
+and powers are off by an ulp at some powers of two, and some backends flush subnormals.
 
 What is not finite: a block that holds a NaN has the exponent 128, the scale byte 255, and decodes to NaN, all 16
 elements; a NaN's own code is 0. An infinity counts as 2**128: it decodes to itself, and what is finite beside it mostly
@@ -29,9 +29,9 @@ def _bits(x: float) -> np.int32:
 
 def magnitudes(x):
     """int32 bits of `|x|`, which are in the order of the values, and whether `x < 0`; any float of up to 32 bits."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    magnitude = bits & 0x7FFFFFFF
-    return magnitude, (bits < 0) & (magnitude > 0) & (magnitude <= _INFINITY)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
+    return magnitude, bits - np.uint32(0x80000001) < _INFINITY  # not -0.0, nor NaN
 
 
 def exponents(amax):
@@ -48,12 +48,15 @@ def scale_bytes(exponent):
 
 def codes(magnitude, negative, exponent):
     """int32 codes 0 to 15 of elements, by the `exponents` of their blocks."""
-    scaled = magnitude - (exponent << 23)  # the bits of the scaled element, or something below 0.25
-    # From 1 up codes are float32 with one bit of mantissa, rounded half up; below, multiples of a half.
-    normal = ((scaled + (1 << 21)) >> 22) - ((127 << 1) - 2)
-    small = (scaled >= _bits(0.25)).astype(jnp.int32) + (scaled >= _bits(0.75)).astype(jnp.int32)
-    code = jnp.where(scaled >= _bits(1.0), normal, small)
-    return jnp.where(magnitude > _INFINITY, 0, code & 7) + jnp.where(negative, 8, 0)
+    # The bits of the scaled element; below zero, which is past all, for a tiny one, and past 1 for a NaN.
+    scaled = (magnitude - (exponent << 23)).astype(jnp.uint32)
+    most = jnp.where(exponent == _NAN_EXPONENT, _bits(1.0), _bits(6.0)).astype(jnp.uint32)
+    scaled = jnp.where(scaled > most, np.uint32(0), scaled)
+    # To one bit of mantissa, rounded half up; below 1, where codes are multiples of a half, that of its sum with 1. The
+    # larger of y + 1 and 2 * y is whichever counts, and exact without the bits that no threshold has.
+    y = lax.bitcast_convert_type(scaled & np.uint32(0xFFFFE000), jnp.float32)
+    shifted = lax.bitcast_convert_type(jnp.maximum(y + np.float32(1), y + y), jnp.int32)
+    return ((shifted - (_bits(1.0) - (1 << 21))) >> 22) + jnp.where(negative, 8, 0)
 
 
 def flat(scales):
@@ -92,13 +95,12 @@ def encode(x):
 
 def values(code, scale):
     """float32 values of codes 0 to 15 by their blocks' scale bytes, both int32; exact but for what passes 2**128."""
-    low = code & 7
-    halves = jnp.where(low < 2, low, (2 | (low & 1)) << (jnp.maximum(low >> 1, 1) - 1))
-    # A byte below 1 is no block's but that of a row never written, whose codes are zero.
-    power = lax.bitcast_convert_type(jnp.clip(scale, 1, 254) << 23, jnp.float32)
-    value = halves.astype(jnp.float32) * 0.5 * power
-    value = jnp.where(scale == scale_bytes(_NAN_EXPONENT), np.float32(np.nan), value)
-    return jnp.where(code > 7, -value, value)
+    halves = (np.uint32(0xC8643210) >> ((code & 7) << 2).astype(jnp.uint32)) & 15  # twice the value, a digit a code
+    # A byte below 2 is no block's but that of a row never written, whose codes are zero.
+    half = lax.bitcast_convert_type(jnp.clip(scale - 1, 1, 253) << 23, jnp.float32)
+    half = jnp.where(scale == scale_bytes(_NAN_EXPONENT), np.float32(np.nan), half)
+    value = lax.bitcast_convert_type(halves.astype(jnp.int32).astype(jnp.float32) * half, jnp.int32)
+    return lax.bitcast_convert_type(value ^ ((code & 8) << 28), jnp.float32)
 
 
 def decode(packed, scales, dtype=jnp.bfloat16):
