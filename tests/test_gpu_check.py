@@ -3,7 +3,9 @@
 import functools
 import importlib
 import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -17,6 +19,7 @@ from benchmarks import gpu_cases, gpu_check
 from benchmarks.gpu_cases import WIDE, Case, Size
 from pallas_kernels import dispatch
 
+ROOT = pathlib.Path(__file__).parent.parent
 KERNELS = {op for op, names in dispatch.IMPLEMENTATIONS.items() if len(names) > 1}
 SMALL = (
     Case("scatter_kv", "smollm2-135m", (1,)),
@@ -109,9 +112,8 @@ def test_what_is_not_run_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: pat
 
 
 def test_without_a_gpu_it_says_so_in_one_line():
-    root = pathlib.Path(__file__).parent.parent
     command = [sys.executable, "-m", "benchmarks.gpu_check"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "gpu_check: JAX finds no CUDA device here; --interpret runs it in tiny sizes on the CPU\n"
 
@@ -152,3 +154,26 @@ def test_the_cases_are_for_all_ops():
     asked = functools.reduce(set.union, ({(c.op, c.spec.scaled)} for c in gpu_cases.CASES if c.timed == gpu_cases.ALL))
     assert asked == {("scatter_kv", False), ("scatter_mla", False), ("scatter_kv", True)}
     assert gpu_cases.ALL == (1, 16, 128, 1024, 16384, 65536)
+
+
+def test_the_gpu_marker_selects_every_op_and_implementation_and_skips_without_a_gpu():
+    def run(**environment: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-m", "gpu", "tests/kernels"]
+        env = {k: v for k, v in os.environ.items() if k != "JKV_REQUIRE"} | {"JAX_PLATFORMS": "cpu"} | environment
+        # As on a machine with one GPU.
+        env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout
+
+    status, text = run()
+    assert status == 0
+    assert "needs a CUDA device, JAX runs on cpu" in text
+    assert not re.search(r"\b(passed|failed|error)", text.splitlines()[-1])
+    ids = re.findall(r"^(\S+::\w+\[compiled.*\]) SKIPPED", text, re.MULTILINE)
+    assert len(ids) == len(re.findall(r"^\S+::", text, re.MULTILINE))
+    for op in KERNELS:
+        for implementation in dispatch.IMPLEMENTATIONS[op]:
+            assert any(f"::test_{op}_" in name and implementation in name for name in ids), (op, implementation)
+    status, text = run(JKV_REQUIRE="gpu")
+    assert status == 1
+    assert "skipped, but JKV_REQUIRE asks for gpu" in text

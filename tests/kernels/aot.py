@@ -43,6 +43,7 @@ class Call:
       stacked: for `move_rows` alone: one array of all layers.
       config: rows and warps of a program.
       plant: the name of a fault to plant first.
+      ids: dtype of the slot ids.
     """
 
     op: str
@@ -54,6 +55,7 @@ class Call:
     stacked: bool = False
     config: tuple[int | None, int | None] | None = None
     plant: str | None = None
+    ids: str = "int32"
 
     @property
     def label(self) -> str:
@@ -146,7 +148,7 @@ class Program:
             return self._door()
         buffers, values = self._buffers(), self._values()
         self.buffers = [b.size * b.dtype.itemsize // self.ranks for b in buffers]
-        loc, scale = self._aval((call.n,), "int32"), self._aval((), "float32")
+        loc, scale = self._aval((call.n,), call.ids), self._aval((), "float32")
         if self.ranks == 1:
             fn: Any = lambda buffers, *args: self._step(buffers, *args, 0)  # noqa: E731
         else:
@@ -165,7 +167,7 @@ class Program:
             return fn(buffers, loc, *args)
 
         donate = () if call.op == "gather_rows" else (0,)
-        with jkv.enable_checks(checks):
+        with jkv.enable_checks(checks), jax.enable_x64(call.ids == "int64"):
             jit: Any = jkv.checked_jit if checks else jax.jit
             traced = jit(step, donate_argnums=donate).trace(tuple(buffers), loc, values, scale)
             return traced.lower(lowering_platforms=("cuda",))

@@ -36,7 +36,7 @@ def ids(call: aot.Call, rng: np.random.Generator) -> np.ndarray:
     good = [1, 2, bound - 1, bound - 2, bound // 2, bound // 2 + 1, bound // 3, bound // 5]
     more = np.unique(rng.integers(3, bound // 8, 2 * call.n))
     drawn = [*bad, *good, *rng.permutation(more[~np.isin(more, good)])][: call.n]
-    return rng.permutation(np.array(drawn, np.int32))
+    return rng.permutation(np.array(drawn, call.ids))
 
 
 def ranks(call: aot.Call) -> int:
@@ -99,7 +99,7 @@ def move(call: aot.Call, facts: dict[str, Any], seed: int = 0) -> None:
     """Runs a `move_rows` of every layer on one rank: its gather, then its scatter, of `loc + 1` to `loc`."""
     rng, rows = np.random.default_rng(seed), spec_of(call)
     loc, item = ids(call, rng), rows.word.itemsize
-    source = (loc.astype(np.int64) + 1).astype(np.int32)
+    source = (loc.astype(np.int64) + 1).astype(call.ids)
     parts = [heads * width * item for heads, width in rows.parts]
     widths = ([sum(parts)] if rows in specs.MLA else parts) * (1 if call.stacked else 3)
     layers = aot.LAYERS if call.stacked else 1

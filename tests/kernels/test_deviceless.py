@@ -69,9 +69,15 @@ RUN = [
     Call("scatter_rows", "deepseek-v3-fp8", where="shards", n=40),
     Call("scatter_kv", "llama-3-8b", where="shards", n=40, config=(16, 4)),
     Call("scatter_mla", "deepseek-v3-fp8", where="shards", n=40, config=(16, 4)),
+    Call("scatter_kv", "llama-3-8b", where="shards", n=40, ids="int64"),
+    Call("gather_rows", "deepseek-v3", n=40, ids="int64"),
 ]
 EVERY = [Call("scatter_kv", "llama-3-8b-fp8", n=64), Call("scatter_kv", "phi-2-fp8", n=206)]  # 2**16 elements at least
-MOVED = [Call("move_rows", "phi-2-fp8", stacked=True, n=24), Call("move_rows", "smollm2-135m", n=24)]
+MOVED = [
+    Call("move_rows", "phi-2-fp8", stacked=True, n=24),
+    Call("move_rows", "smollm2-135m", n=24),
+    Call("move_rows", "smollm2-135m", n=24, ids="int64"),
+]
 
 
 def huge(op: str, rows: str, row_bytes: int, gib: float, **options: Any) -> Call:

@@ -61,7 +61,13 @@ RUN += [
     for op, rows in (("gather_rows", "deepseek-v3"), ("gather_rows", "phi-2-fp8"), ("scatter_rows", "llama-3-8b"))
     for where, config in (("alone", STAGED), ("shards", STAGED), ("shards", STRAIGHT))
 ]
+RUN += [
+    call("scatter_kv", "llama-3-8b", where="shards", n=40, config=STRAIGHT, ids="int64"),
+    call("scatter_mla", "deepseek-v3", n=40, config=STAGED, ids="int64"),
+    call("gather_rows", "deepseek-v3", where="shards", n=40, config=STAGED, ids="int64"),
+]
 MOVED = [call("move_rows", "phi-2-fp8", stacked=True, n=24, config=config) for config in (STRAIGHT, STAGED)]
+MOVED += [call("move_rows", "phi-2-fp8", stacked=True, n=24, config=STAGED, ids="int64")]
 
 
 def huge(op: str, rows: str, row_bytes: int, gib: float, **options: Any) -> Call:
