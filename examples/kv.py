@@ -1,5 +1,6 @@
 """What `--kv-dtype` names: the pool that stores it, and how a rank reads the rows of its own part."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 
 import jkv
 from examples.mesh import UsageError
-from pallas_kernels import gather_dsa, gather_fp4
 
 Pool = Any  # a jkv pool: a PyTree, of any family
+# (pool, layer, rows [B, L]) -> keys and values [B, L, heads, dim], dequantised; zeros where there is no such row
+Reader = Callable[[Pool, jax.Array, jax.Array], tuple[jax.Array, ...]]
 
 KV_DTYPES = {
     "bf16": jnp.dtype(jnp.bfloat16),
@@ -60,31 +62,17 @@ def _create(pool_class: Any, name: str, options: dict[str, Any]) -> Pool:
         raise UsageError(f"the model cannot be served with KV dtype {name}: {error}") from error
 
 
-def local_pages(pool: Pool, layer: jax.Array, pages: jax.Array) -> tuple[jax.Array, ...]:
-    """Keys and values of this rank's pages `[B, P]` of an MHA pool, in a shard_map: `[B, P * page_size, heads, dim]`.
+def reader(create: Callable[[], Pool]) -> Reader:
+    """How a rank reads rows of its own part of a pool in a shard_map, by their numbers.
 
-    FP4 rows are gathered, then dequantised: of the whole buffer a view would have to dequantise every row.
+    `create` makes a pool of what one rank holds, without a mesh. Around that rank's arrays it is this part by itself,
+    its slot ids being the numbers of the rows. A read by id costs what its rows cost, whatever the pool stores, where a
+    view of a whole FP4 buffer would dequantise all of it.
     """
-    if not isinstance(pool, jkv.MHATokenToKVPoolFP4):
-        return tuple(b[pages].reshape(pages.shape[0], -1, *b.shape[2:]) for b in pool.get_page_buffer(layer))
-    page_size = pool.slots.page_size
-    rows = (pages[..., None] * page_size + jnp.arange(page_size, dtype=pages.dtype)).reshape(-1)
-    scales = (pool.k_scale_buffer, pool.v_scale_buffer)
-    read = gather_fp4((pool.k_buffer, pool.v_buffer), scales, rows, layer=layer)
-    return tuple(x.reshape(pages.shape[0], -1, *x.shape[1:]) for x in read)
+    part = jax.tree.structure(jax.eval_shape(create))
 
+    def read(pool: Pool, layer: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+        mine = jax.tree.unflatten(part, jax.tree.leaves(pool))
+        return tuple(x.reshape(*rows.shape, *x.shape[1:]) for x in mine.get_kv(layer, rows.reshape(-1)))
 
-def local_latents(pool: Pool, layer: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """This rank's rows `[B, L]` of an MLA pool, in a shard_map: `[B, L, 1, r + p]`, and their first r columns.
-
-    Where `rows` has -1 the values are any row's, to be masked out. Quantised rows are dequantised as in `local_pages`.
-    """
-    if isinstance(pool, jkv.MLATokenToKVPoolFP4):
-        (read,) = gather_fp4((pool.kv_buffer,), (pool.kv_scale_buffer,), rows.reshape(-1), layer=layer)
-    elif isinstance(pool, jkv.DSATokenToKVPool):
-        parts = gather_dsa(pool.kv_buffer, rows.reshape(-1), kv_lora_rank=pool.kv_lora_rank, layer=layer)
-        read = jnp.concatenate(parts, axis=-1)
-    else:
-        read = pool.get_key_buffer(layer)[rows.reshape(-1)]
-    read = read.reshape(*rows.shape, *read.shape[1:])
-    return read, read[..., : pool.kv_lora_rank]
+    return read

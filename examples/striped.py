@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jkv
 from examples import deepseek, llama
 from examples.deepseek import DeepSeekConfig
-from examples.kv import Pool, local_latents, local_pages, mha_pool, mla_pool
+from examples.kv import Pool, mha_pool, mla_pool, reader
 from examples.llama import Axes, LlamaConfig, Params
 from examples.mesh import DCP, TP, UsageError, put
 
@@ -74,30 +74,28 @@ def serve_llama(
         )
     dense = (DCP, TP) if config.intermediate % ranks == 0 and config.vocab_size % ranks == 0 else ()
     axes = Axes(heads=(TP,), dense=dense)
-    pool = mha_pool(
-        kv_dtype,
-        size=rank_size(capacity, mesh.shape[DCP], page_size),
-        page_size=page_size,
-        head_num=config.kv_heads,
-        head_dim=config.head_dim,
-        layer_num=config.layers,
-        mesh=mesh,
-        dcp_axis=DCP,
-        tp_axis=TP,
-        stacked=True,
-    )
+    sizes = {
+        "size": rank_size(capacity, mesh.shape[DCP], page_size),
+        "page_size": page_size,
+        "head_dim": config.head_dim,
+        "layer_num": config.layers,
+        "stacked": True,
+    }
+    pool = mha_pool(kv_dtype, head_num=config.kv_heads, mesh=mesh, dcp_axis=DCP, tp_axis=TP, **sizes)
+    read = reader(lambda: mha_pool(kv_dtype, head_num=config.kv_heads // tp, **sizes))
     specs = llama.param_specs(axes)
 
     def local_step(params: Params, pool: Pool, batch: Batch) -> tuple[Pool, jax.Array]:
         rank = jax.lax.axis_index(DCP)
         pages, _ = jkv.local_page_table(pool.slots, batch.table, batch.start + batch.new, rank)
-        mask = local_mask(pool.slots, batch, rank, pages.shape[1] * page_size)
+        rows = (pages[..., None] * page_size + jnp.arange(page_size)).reshape(pages.shape[0], -1)
+        mask = local_mask(pool.slots, batch, rank, rows.shape[1])
 
         def attend(layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool) -> tuple[jax.Array, Pool]:
             pool = pool.set_kv_buffer(
                 layer, batch.loc.reshape(-1), k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])
             )
-            keys, values = local_pages(pool, layer, pages)
+            keys, values = read(pool, layer, rows)
             out, lse = jkv.attend_rows(q, keys[:, None], values[:, None], mask)
             return jkv.merge_states(out, lse, DCP)[0], pool
 
@@ -116,17 +114,16 @@ def serve_deepseek(
     Raises:
         UsageError: the KV dtype does not fit the model's dimensions.
     """
-    pool = mla_pool(
-        kv_dtype,
-        size=rank_size(capacity, mesh.shape[DCP], page_size),
-        page_size=page_size,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        layer_num=config.num_hidden_layers,
-        mesh=mesh,
-        dcp_axis=DCP,
-        stacked=True,
-    )
+    sizes = {
+        "size": rank_size(capacity, mesh.shape[DCP], page_size),
+        "page_size": page_size,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "layer_num": config.num_hidden_layers,
+        "stacked": True,
+    }
+    pool = mla_pool(kv_dtype, mesh=mesh, dcp_axis=DCP, **sizes)
+    read = reader(lambda: mla_pool(kv_dtype, padding_slot=-1, **sizes))  # -1 is behind a lane's rows
     specs = jax.tree.map(lambda _: P(), params)
 
     def local_step(params: Params, pool: Pool, batch: Batch) -> tuple[Pool, jax.Array]:
@@ -139,7 +136,7 @@ def serve_deepseek(
         ) -> tuple[jax.Array, Pool]:
             flat = (x.reshape(-1, 1, x.shape[-1]) for x in (latent, rope))
             pool = pool.set_mla_kv_buffer(layer, batch.loc.reshape(-1), *flat)
-            keys, values = local_latents(pool, layer, rows)
+            keys, values = read(pool, layer, rows)
             out, lse = jkv.attend_rows(q, keys[:, None], values[:, None], mask, scale=config.scale)
             return jkv.merge_states(out, lse, DCP)[0], pool
 
