@@ -144,7 +144,7 @@ _fp8_encode = jax.jit(codecs.to_words, static_argnums=1)
 
 @jax.jit
 def _dsa_encode(nope, rope):
-    return dsa.encode(nope, rope, codecs.divide_for_fp8)
+    return jnp.concatenate(dsa.encode(nope, rope, codecs.divide_for_fp8), axis=-1)
 
 
 def _dsa_rows(rows, kv_lora_rank, dtype):

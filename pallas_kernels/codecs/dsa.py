@@ -39,6 +39,14 @@ def magnitudes(x):
     return jnp.where(magnitude > _INFINITY, 0, jnp.minimum(magnitude, _LARGEST))
 
 
+def largest(magnitude):
+    """The largest along the last axis, a power of two; by halves, as XLA on CPU reduces a long axis one by one."""
+    while magnitude.shape[-1] > 8:
+        half = magnitude.shape[-1] // 2
+        magnitude = jnp.maximum(magnitude[..., :half], magnitude[..., half:])
+    return magnitude.max(axis=-1)
+
+
 def scales(amax):
     """float32 scales `amax / 448`, correctly rounded, from the largest `magnitudes` of tiles; zero where too small.
 
@@ -80,26 +88,25 @@ def values(code, scale):
 
 
 def encode(nope, rope, divide):
-    """Packed rows.
+    """The parts of packed rows, in order: codes, scales and rope.
 
     Args:
       nope: `[..., r]` floats of up to 32 bits, r a multiple of 128. rope: `[..., p]` floats, cast to bfloat16.
       divide: `divide(x, scale)`, IEEE float32 as far as e4m3 can tell.
 
     Returns:
-      uint8 `[..., r + r / 32 + 2 * p]`.
+      uint8 `[..., r]`, `[..., r / 32]` and `[..., 2 * p]`.
     """
-    lead, r = nope.shape[:-1], nope.shape[-1]
-    tiles = nope.reshape(*lead, r // TILE, TILE)
-    scale = scales(magnitudes(tiles).max(axis=-1))
-    code = codes(tiles, scale[..., None], divide)
-    parts = (code, _bytes(scale), _bytes(rope.astype(jnp.bfloat16)))
-    widths = (r, r // TILE * 4, 2 * rope.shape[-1])
-    return jnp.concatenate([part.reshape(*lead, width) for part, width in zip(parts, widths, strict=True)], axis=-1)
+    lead = nope.shape[:-1]
+    tiles = nope.reshape(*lead, nope.shape[-1] // TILE, TILE)
+    scale = scales(largest(magnitudes(tiles)))
+    code = codes(tiles, scale[..., None], divide).reshape(nope.shape)
+    return code, _bytes(scale, lead), _bytes(rope.astype(jnp.bfloat16), lead)
 
 
-def _bytes(x):
-    return lax.bitcast_convert_type(x, jnp.uint8)
+def _bytes(x, lead):
+    words = lax.bitcast_convert_type(x, jnp.uint8)
+    return words.reshape(*lead, x.shape[-1] * words.shape[-1])
 
 
 def decode(rows, kv_lora_rank: int, dtype=jnp.bfloat16):

@@ -84,13 +84,21 @@ def encode(x):
     Returns:
       uint8 `[..., D / 2]` and uint8 `[..., D / 16]`.
     """
-    magnitude, negative = magnitudes(x)
-    blocks = magnitude.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    exponent = exponents(blocks.max(axis=-1))
-    code = codes(blocks, negative.reshape(blocks.shape), exponent[..., None])
-    code = code.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    packed = code[..., 0] | (code[..., 1] << 4)
-    return packed.astype(jnp.uint8), scale_bytes(exponent).astype(jnp.uint8)
+    even, odd = (magnitudes(half) for half in _halves(x))
+    exponent = exponents(jnp.maximum(even[0], odd[0]).max(axis=-1))
+    low, high = (codes(*half, exponent[..., None]) for half in (even, odd))
+    packed = (low | (high << 4)).astype(jnp.uint8).reshape(*x.shape[:-1], x.shape[-1] // 2)
+    return packed, scale_bytes(exponent).astype(jnp.uint8)
+
+
+def _halves(x):
+    """The even and the odd elements of rows as float32 `[..., D / 16, 8]`."""
+    shape = (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK // 2)
+    if x.dtype == jnp.bfloat16:  # as words of two elements, whose upper halves are float32: no strided access
+        words = lax.bitcast_convert_type(x.reshape(*shape, 2), jnp.uint32)
+        return (lax.bitcast_convert_type(bits, jnp.float32) for bits in (words << 16, words & np.uint32(0xFFFF0000)))
+    x = x.astype(jnp.float32).reshape(*shape, 2)
+    return x[..., 0], x[..., 1]
 
 
 def values(code, scale):
