@@ -86,7 +86,7 @@ def encode(x):
     """
     even, odd = (magnitudes(half) for half in _halves(x))
     exponent = exponents(jnp.maximum(even[0], odd[0]).max(axis=-1))
-    low, high = (codes(*half, exponent[..., None]) for half in (even, odd))
+    low, high = (codes(half[0], half[1], exponent[..., None]) for half in (even, odd))
     packed = (low | (high << 4)).astype(jnp.uint8).reshape(*x.shape[:-1], x.shape[-1] // 2)
     return packed, scale_bytes(exponent).astype(jnp.uint8)
 
