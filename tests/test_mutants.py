@@ -13,6 +13,7 @@ from test_property import play_case
 from jkv import checks
 from jkv.pools import base, programs
 from pallas_kernels import codecs, index
+from pallas_kernels.codecs import dsa, fp4
 
 local_row, owner, row_of = index.local_row, index.owner, index.row
 
@@ -91,6 +92,24 @@ def by_reciprocal(rows, dtype, scale=None, *divide, to_words=codecs.to_words):
     return to_words(rows, dtype, None, *divide)
 
 
+def scales_of_every_rank(buffer, row, rows, *, set_rows=index.set_rows, **options):
+    """Writes FP4 scales of what is not this rank's to the rank's first rows."""
+    if buffer.dtype == jnp.uint8 and buffer.ndim == (2 if options.get("layer") is None else 3):
+        row = jnp.where(row < 0, jnp.arange(row.shape[0]), row)
+    return set_rows(buffer, row, rows, **options)
+
+
+def moves_without_scales(buffers, *args, move_rows=programs.move_rows, **options):
+    """Leaves the FP4 scales where they are."""
+    moved = move_rows(buffers, *args, **options)
+    return tuple(b if b.ndim < 3 else m for b, m in zip(buffers, moved, strict=True))
+
+
+def rounds_the_exponent_down(amax, exponents=fp4.exponents):
+    """Takes the floor of the logarithm where it is not a whole number."""
+    return jnp.maximum(exponents(amax) - 1, -33)
+
+
 def probes_one_rank(loc, label, *, bound, probe=checks.probe_ids, **options):
     """Probes against the rows of one rank, as if ids were rows."""
     probe(loc, label, bound=min(bound, 12), **options)
@@ -117,6 +136,10 @@ MUTANTS = {
     "FP8 does not saturate": (codecs, "to_words", without_clamp),
     "the scale is dropped": (codecs, "to_words", without_scale),
     "the scale is a reciprocal": (codecs, "to_words", by_reciprocal),
+    "FP4 scales are written on every rank": (index, "set_rows", scales_of_every_rank),
+    "moves forget the FP4 scales": (programs, "move_rows", moves_without_scales),
+    "the FP4 exponent is rounded down": (fp4, "exponents", rounds_the_exponent_down),
+    "the scale of a packed tile is not divided": (dsa, "scales", lambda amax: jax.lax.bitcast_convert_type(amax, "f")),
     "no probe of ids": (checks, "probe_ids", lambda *args, **options: None),
     "no probe of rows": (checks, "probe_rows", lambda *args, **options: None),
     "no probe of layers": (checks, "probe_layer", lambda *args, **options: None),
