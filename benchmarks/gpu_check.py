@@ -63,7 +63,7 @@ class Scale:
 
 # Pools of 1 to 4 GB, buffers of at least as many bytes as the largest L2 cache.
 GPU = Scale(Size(1000, 2, 4096), Size(0, 32, 16384), Size(0, 8, 131072), 1 << 30, 0.02, 5)
-TINY = Scale(Size(20, 2, 16), Size(0, 2, 32), Size(0, 2, 32), 1 << 16, 0.0, 1)
+TINY = Scale(Size(20, 1, 16), Size(0, 2, 32), Size(0, 2, 32), 1 << 16, 0.0, 1)
 
 
 def used(implementation: str, interpret: bool) -> Any:
@@ -180,8 +180,8 @@ def copy_rate(scale: Scale) -> float:
     return 2 * scale.copy / statistics.median(times[1:])
 
 
-def plain_triton(cases: Sequence[tuple[Case, int]], scale: Scale, interpret: bool) -> dict[str, float] | str:
-    """Seconds of a call of the plain Triton scatter by "case N", or why there are none. A process of its own."""
+def plain_triton(cases: Sequence[tuple[Case, int]], scale: Scale, interpret: bool) -> dict[str, float | None] | str:
+    """Seconds of a call of the plain Triton scatter by "case N" (None: interpreted), or why there are none."""
     asked = [
         {"name": f"{case.name} {n}", "parts": case.spec.parts, "joined": case.op == "scatter_mla"}
         | {"fp8": case.spec.scaled, **dataclasses.asdict(scale.of(n))}
