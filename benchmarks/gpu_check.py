@@ -96,28 +96,33 @@ def differing(got: Any, want: Any, cast_to: str | None) -> int:
     return total
 
 
+@functools.lru_cache(maxsize=2)  # XLA's of a case, for the kernels that it is compared with
+def results(case: Case, implementation: str, scale: Scale, interpret: bool, ranks: int, interleave: int) -> list[Any]:
+    """The state after a call on each layer with ids of all kinds, on the first and the last of so many ranks."""
+    work = case.build(scale.check)
+    layers = [jnp.int32(i) for i in range(len(work.values))]
+    loc = odd_ids(scale.check.n, scale.check.rows * ranks, np.random.default_rng(ranks))
+
+    def step(state: Any, loc: Any, values: Any, layers: Any, rank: Any) -> Any:
+        slots = {"dcp_size": ranks, "dcp_rank": rank, "interleave": interleave}
+        for i, (value, layer) in enumerate(zip(values, layers, strict=True)):
+            state = work.call(state, loc, value, i, layer, **slots)
+        return state
+
+    with used(implementation, interpret):
+        run = jax.jit(step)
+        return [run(work.make(), loc, work.values, layers, jnp.int32(rank)) for rank in range(ranks)[::3]]
+
+
 def check(case: Case, implementation: str, scale: Scale, interpret: bool) -> dict[str, Any]:
     """Runs the case on all its layers, alone and as ranks of four. Raises AssertionError where it differs from XLA."""
-    work = case.build(scale.check)
-    layers, rng = [jnp.int32(i) for i in range(len(work.values))], np.random.default_rng(1)
-    compared = 0
+    work, compared = case.build(scale.check), 0
     for ranks, interleave in ((1, 1), (4, 2)) if work.ranks else ((1, 1),):
-        loc = odd_ids(scale.check.n, scale.check.rows * ranks, rng)
-        slots = {"dcp_size": ranks, "interleave": interleave}
-
-        def step(state: Any, loc: Any, values: Any, layers: Any, rank: Any, slots: dict[str, Any] = slots) -> Any:
-            for i, (value, layer) in enumerate(zip(values, layers, strict=True)):
-                state = work.call(state, loc, value, i, layer, dcp_rank=rank, **slots)
-            return state
-
-        results = []
-        for name in ("xla", implementation):
-            with used(name, interpret):
-                run = jax.jit(step)
-                results.append([run(work.make(), loc, work.values, layers, jnp.int32(r)) for r in range(ranks)[::3]])
-        if wrong := differing(results[1], results[0], work.cast_to):
+        want = results(case, "xla", scale, interpret, ranks, interleave)
+        got = results.__wrapped__(case, implementation, scale, interpret, ranks, interleave)
+        if wrong := differing(got, want, work.cast_to):
             raise AssertionError(f"{wrong} words differ from XLA's, {ranks} ranks")
-        compared += sum(x.size for x in jax.tree.leaves(results[0]))
+        compared += sum(x.size for x in jax.tree.leaves(want))
     return {"result": f"equal ({compared:,} words)"}
 
 
