@@ -23,7 +23,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "move_rows": ("triton", "mosaic", "xla"),
     "scatter_kv_fp4": ("triton", "mosaic", "xla"),
     "scatter_mla_fp4": ("triton", "mosaic", "xla"),
-    "scatter_dsa": ("triton", "xla"),
+    "scatter_dsa": ("triton", "mosaic", "xla"),
     "gather_fp4": ("triton", "xla"),
     "gather_dsa": ("triton", "xla"),
 }

@@ -68,11 +68,14 @@ def scales(amax):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def codes(x, scale, divide):
-    """uint8 e4m3 codes of `x / scale`, zero where the scale is; `divide(x, scale)` divides arrays of one shape."""
+def codes(x, scale, divide, encode=fp8.encode):
+    """uint8 e4m3 codes of `x / scale`, zero where the scale is; `divide(x, scale)` divides arrays of one shape.
+
+    `encode` is for kernels, whose chip has an instruction for what `fp8.encode` does.
+    """
     scale = jnp.broadcast_to(scale, x.shape)
-    code = fp8.encode(divide(x, jnp.where(scale > 0, scale, np.float32(1))), jnp.float8_e4m3fn)
-    return jnp.where((scale > 0) | (code & 0x7F == 0x7F), code, np.uint8(0))
+    code = encode(divide(x, jnp.where(scale > 0, scale, np.float32(1))), jnp.float8_e4m3fn).astype(jnp.int32)
+    return jnp.where((scale > 0) | (code & 0x7F == 0x7F), code, 0).astype(jnp.uint8)
 
 
 def values(code, scale):

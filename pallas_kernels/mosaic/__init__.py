@@ -7,13 +7,11 @@ by bulk copies too, one each; for batches of which only some rows are this rank'
 traffic nor registers. Either way all loads of a batch are in flight before its first store.
 """
 
+from pallas_kernels.mosaic import quant as quant
 from pallas_kernels.mosaic.gather import gather as gather
 from pallas_kernels.mosaic.plan import Columns as Columns
 from pallas_kernels.mosaic.plan import Source as Source
 from pallas_kernels.mosaic.plan import refusal as refusal
 from pallas_kernels.mosaic.plan import refusal_of_words as refusal_of_words
 from pallas_kernels.mosaic.plan import to_words as to_words
-from pallas_kernels.mosaic.quant import Blocks as Blocks
-from pallas_kernels.mosaic.quant import refusal_of_fp4 as refusal_of_fp4
-from pallas_kernels.mosaic.quant import scatter_fp4 as scatter_fp4
 from pallas_kernels.mosaic.scatter import scatter as scatter

@@ -1,15 +1,18 @@
-"""Dense rows to FP4 rows of their slots: codes and scales made and written in one launch, a batch of rows a block.
+"""Dense rows to quantised rows of their slots: codes and scales made and written in one launch, a batch a block.
 
 The rows that are this rank's come into shared memory by bulk copies, one behind the other wherever they stand in the
-batch. There they are one array of blocks of 16 elements, and each thread takes a block at a time: its largest element,
-its exponent and its 16 codes need no other thread. Codes leave by a bulk copy a row where that is a multiple of 16
-bytes, through registers otherwise, as scales mostly do.
+batch. There they are one array of units that share a scale, and the threads take a chunk of units at a time: an FP4
+block of 16 elements is one thread's, which needs no other to find its exponent and to pack its codes; a tile of 128 is
+16 threads'. What they make lies in shared memory in rows as well, and leaves by a bulk copy a row where that is a
+multiple of 16 bytes, through registers otherwise, as most rows of FP4 scales do.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,51 +20,146 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.codecs import fp4
+from pallas_kernels.codecs import dsa, fp4, fp8_cast
 from pallas_kernels.dispatch import KernelConfig
 from pallas_kernels.mosaic.launch import Batch, Launch, Refs, fetch, finish_copies, load, plgpu, store
-from pallas_kernels.mosaic.plan import SHARED_BYTES, THREADS, Columns, Plan, refusal, staged_rows
+from pallas_kernels.mosaic.plan import SHARED_BYTES, THREADS, Columns, Plan, flat, refusal, staged_rows
 
-_HALF = fp4.BLOCK // 2  # of a block: the codes of a 32-bit word
 _SOURCES = ("float32", "bfloat16", "float16")
+_WARPS, _LANES = 4, 32
+_SHARING = 16  # threads of a tile, 8 elements each
+_WORDS = {1: jnp.uint8, 4: jnp.uint32}
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Rows to quantise: `[N, ..., D]` floats that become blocks of a buffer's rows from block `start` on.
+class Part:
+    """Units of rows to quantise, and what becomes of them.
 
     Attributes:
-      rows: the array, or a `jax.ShapeDtypeStruct`; D is a multiple of 16.
-      buffer: index of the buffer, whose rows have `row_blocks` blocks.
+      rows: the array `[N, ...]` of floats, or a `jax.ShapeDtypeStruct`.
+      at: the first element of a row. count: units, of `unit` elements each.
+      made: the columns of buffers that are made of them.
     """
 
     rows: Any
-    buffer: int
-    start: int
-    row_blocks: int
+    at: int
+    count: int
+    made: tuple[Columns, ...]
+    unit: ClassVar[int]
+    chunk: ClassVar[int]  # units that the threads take at a time
+    direct: ClassVar[bool] = False  # whether their bytes go as they are
 
     @property
-    def count(self) -> int:
-        """Blocks of a row."""
-        return math.prod(self.rows.shape[1:]) // fp4.BLOCK
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.count * self.unit
 
-    @property
-    def columns(self) -> tuple[Columns, Columns]:
-        """What they are of the rows of codes, in 32-bit words, and of the rows of scales, in bytes."""
-        words = Columns(self.buffer, 2 * self.start, 2 * self.count, 2 * self.row_blocks, 4, 4)
-        return words, Columns(self.buffer, self.start, self.count, self.row_blocks, 1, 1)
+    def dense(self) -> jax.Array:
+        """The rows as the kernel reads them, one axis each."""
+        return flat(self.rows, 1)
+
+    def taken(self, row: Any) -> tuple[Any, Any]:
+        """Where a row of theirs is: in a row of `dense`, and as row number `row` of those in shared memory."""
+        words = self.rows.dtype.itemsize if self.direct else 1
+        width = self.width * words
+        return pl.ds(self.at * words, width), pl.ds(row * width, width)
 
     @property
     def row_bytes(self) -> int:
         """Of shared memory for a row."""
-        return self.count * (fp4.BLOCK * self.rows.dtype.itemsize + _HALF + 1)
+        raw = 0 if self.direct else self.width * self.rows.dtype.itemsize
+        return raw + sum(c.width * c.buffer_bytes for c in self.made)
+
+    def units(self, rows: int) -> int:
+        """Units in shared memory for so many rows: whole chunks."""
+        return -(-rows * self.count // self.chunk) * self.chunk
+
+    def shared(self, rows: int) -> tuple[Any, list[Any]]:
+        """Shared memory for so many rows: for what comes, None where that is what is made, and for what is made."""
+        units = self.units(rows)
+        made = [plgpu.SMEM((units * (c.width // self.count),), _WORDS[c.buffer_bytes]) for c in self.made]
+        return None if self.direct else plgpu.SMEM((units * self.unit,), self.rows.dtype), made
+
+    def encode(self, raw: Any, made: Sequence[Any], first: Any, interpret: bool) -> None:
+        """Makes of a chunk of units, from unit `first` on, what `made` holds."""
+        raise NotImplementedError
 
 
-def scatter_fp4(
+class Blocks(Part):
+    """FP4 blocks: two words of codes, and a scale byte in another buffer."""
+
+    unit, chunk = fp4.BLOCK, THREADS
+
+    @classmethod
+    def of(cls, rows: Any, codes: int, scales: int, start: int, row_blocks: int) -> "Blocks":
+        """All of `rows`, to the blocks from `start` on of the rows of these buffers."""
+        count = math.prod(rows.shape[1:]) // fp4.BLOCK
+        words = Columns(codes, 2 * start, 2 * count, 2 * row_blocks, 4, 4)
+        return cls(rows, 0, count, (words, Columns(scales, start, count, row_blocks, 1, 1)))
+
+    def encode(self, raw: Any, made: Sequence[Any], first: Any, interpret: bool) -> None:
+        """See `codecs.fp4`: a block each thread."""
+        vector = 16 // raw.dtype.itemsize
+        shape = (THREADS, 2, 8) if vector == 8 else (THREADS, 2, 2, vector)
+        layout = _row_each(shape)
+        magnitude, negative = fp4.magnitudes(_load(raw, first, shape, layout, interpret))
+        exponent = fp4.exponents(_reduce(jnp.max, magnitude, 1, layout))
+        code = fp4.codes(magnitude, negative, _spread(exponent, shape, layout))
+        for axis in range(2, len(shape)):
+            place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+            code = code << (place * np.int32(4 * math.prod(shape[axis + 1 :])))
+        words = _reduce(functools.partial(jnp.sum, dtype=jnp.int32), code, 2, layout)
+        _store(made[0], first, lax.bitcast_convert_type(words, jnp.uint32), interpret)
+        store(made[1].at[pl.ds(first, THREADS)], fp4.scale_bytes(exponent).astype(jnp.uint8))
+
+
+class Tiles(Part):
+    """Tiles of an FP8 latent: 128 codes, and a float32 scale elsewhere in the row."""
+
+    unit, chunk = dsa.TILE, THREADS // _SHARING
+
+    def encode(self, raw: Any, made: Sequence[Any], first: Any, interpret: bool) -> None:
+        """See `codecs.dsa`: a tile each 16 threads."""
+        vector = 16 // raw.dtype.itemsize
+        shape = (self.chunk, _SHARING, 8) if vector == 8 else (self.chunk, 2, _SHARING, vector)
+        layout = _row_each_few(shape)
+        x = _load(raw, first, shape, layout, interpret)
+        scale = dsa.scales(_reduce(jnp.max, dsa.magnitudes(x), 1, layout))
+        cast = functools.partial(fp8_cast.encode, clamp=interpret)  # the chip saturates
+        code = dsa.codes(x, _spread(scale, shape, layout), fp8_cast.divide, cast)
+        _store(made[0], first, code, interpret)
+        layout = _row_each_few((self.chunk, 4))
+        bits = _spread(lax.bitcast_convert_type(scale, jnp.int32), (self.chunk, 4), layout)
+        _store(made[1], first, _bytes_of(bits, layout), interpret)
+
+
+class Rope(Part):
+    """Elements of a rope, cast to bfloat16: two bytes each."""
+
+    unit, chunk = 1, THREADS
+
+    def encode(self, raw: Any, made: Sequence[Any], first: Any, interpret: bool) -> None:
+        """An element each thread."""
+        layout = _row_each((THREADS, 2))
+        x = plgpu.load(raw.at[pl.ds(first, THREADS)], layout=layout.reduce(1), optimized=False)
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32).astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
+        _store(made[0], first, _bytes_of(_spread(bits, (THREADS, 2), layout), layout), interpret)
+
+
+class Bytes(Part):
+    """Elements whose bytes go as they are."""
+
+    unit, chunk, direct = 1, 1, True
+
+    def dense(self) -> jax.Array:
+        """Bytes."""
+        return flat(lax.bitcast_convert_type(flat(self.rows, 1), jnp.uint8), 1)
+
+
+def scatter(
     name: str,
-    packed: Sequence[jax.Array],
-    scales: Sequence[jax.Array],
-    parts: Sequence[Blocks],
+    buffers: Sequence[jax.Array],
+    parts: Sequence[Part],
     loc: jax.Array,
     *,
     layer: Any,
@@ -69,38 +167,36 @@ def scatter_fp4(
     interpret: bool,
     **slots: Any,
 ) -> tuple[jax.Array, ...]:
-    """Writes the codes and scale bytes of `parts` to the rows of their slots, in place, in one launch.
-
-    The new `packed`, then the new `scales`.
+    """Writes what is made of `parts` to the rows of their slots, in place, in one launch.
 
     Args:
       name: of the kernel, for profiles.
-      packed: uint8 `[rows, ...]`, or `[layers, rows, ...]` with `layer`. Together the parts are all of a row.
-      scales: uint8 `[rows, row_blocks]` for each of `packed`, or with the layers in front.
+      buffers: words `[rows, width]`, or `[layers, rows, width]` with `layer`. Together the parts are all of a row.
       layer: None, or an index that may be traced.
       slots: the keywords of `index.local_row`.
     """
-    parts = [part for part in parts if part.rows.size]
-    if not parts:
-        return *packed, *scales
-    plan, lead = _plan(parts, loc.shape[0], config), 1 if layer is None else 2
-    launch = Launch(plan, loc, packed[0], layer, **slots)
+    parts = [part for part in parts if part.count]
+    if not parts or not loc.size:
+        return tuple(buffers)
+    row_bytes = sum(part.row_bytes for part in parts)
+    plan = Plan(min(loc.shape[0], config.rows or staged_rows(1, row_bytes, loc.shape[0])), "bulk")
+    launch = Launch(plan, loc, buffers[0], layer, **slots)
     some = slots["dcp_size"] > 1  # of a batch's rows are this rank's
-    words = [_words(b, lead) for b in packed]
-    columns = [part.columns[kind] for kind in (0, 1) for part in parts]
-    buffers = [kind * len(packed) + part.buffer for kind in (0, 1) for part in parts]
+    raws, made_by = zip(*(part.shared(plan.rows) for part in parts), strict=True)
+    starts = list(itertools.accumulate((len(made) for made in made_by), initial=0))
 
     def body(refs: Refs) -> None:
         batch = Batch(launch, refs)
-        raw, made = refs.shared["raw"], refs.shared["packed"]
+        made = [refs.shared["packed"][start : start + len(m)] for start, m in zip(starts, made_by, strict=False)]
+        raws = [m[0] if raw is None else raw for raw, m in zip(refs.shared["raw"], made, strict=True)]
         places, here = _places(batch.rows) if some else (range(plan.rows), np.int32(plan.rows))
         for t, row in enumerate(batch.rows):
 
             @pl.when(row >= 0)
             def _start(t=t):
-                for source, target, part in zip(refs.dense, raw, parts, strict=True):
-                    rows = target.at[pl.ds(places[t] * part.count, part.count)]
-                    fetch(source.at[batch.dense(t)], rows, refs.shared["arrived"].at[t])
+                for source, raw, part in zip(refs.dense, raws, parts, strict=True):
+                    of, to = part.taken(places[t])
+                    fetch(source.at[(*batch.dense(t), of)], raw.at[to], refs.shared["arrived"].at[t])
 
         for t, row in enumerate(batch.rows):
 
@@ -108,62 +204,74 @@ def scatter_fp4(
             def _wait(t=t):
                 plgpu.barrier_wait(refs.shared["arrived"].at[t])
 
-        for p, part in enumerate(parts):
-            chunks = lax.div(here * np.int32(part.count) + np.int32(THREADS - 1), np.int32(THREADS))
-            encode = _encode(raw[p], made[p], made[len(parts) + p], interpret)
-            lax.fori_loop(np.int32(0), chunks, encode, None)
+        for part, raw, to in zip(parts, raws, made, strict=True):
+            if not part.direct:
+                chunks = lax.div(here * np.int32(part.count) + np.int32(part.chunk - 1), np.int32(part.chunk))
+
+                def encode(chunk: Any, _: None, part=part, raw=raw, to=to) -> None:
+                    part.encode(raw, to, chunk * np.int32(part.chunk), interpret)
+
+                lax.fori_loop(np.int32(0), chunks, encode, None)
         plgpu.commit_smem()
         for t, row in enumerate(batch.rows):
 
             @pl.when(row >= 0)
-            def _store(t=t):
-                for source, column, b in zip(made, columns, buffers, strict=True):
-                    _send(source, places[t], refs.buffers[b].at[batch.buffer(t)], column)
+            def _store_row(t=t):
+                for part, to in zip(parts, made, strict=True):
+                    for source, columns in zip(to, part.made, strict=True):
+                        _send(source, places[t], refs.buffers[columns.buffer].at[batch.buffer(t)], columns)
 
         finish_copies()
 
-    blocks = [-(-plan.rows * part.count // THREADS) * THREADS for part in parts]
     shared = {
-        "raw": [plgpu.SMEM((n, fp4.BLOCK), part.rows.dtype) for n, part in zip(blocks, parts, strict=True)],
-        "packed": [
-            *(plgpu.SMEM((2 * n,), jnp.uint32) for n in blocks),
-            *(plgpu.SMEM((n,), jnp.uint8) for n in blocks),
-        ],
+        "raw": list(raws),
+        "packed": [x for made in made_by for x in made],
         "arrived": plgpu.Barrier(num_arrivals=len(parts), num_barriers=plan.rows),
     }
-    dense = [part.rows.reshape(part.rows.shape[0], part.count, fp4.BLOCK) for part in parts]
-    targets = [jax.new_ref(b) for b in (*words, *scales)]
-    launch.run(name, body, dense, targets, (), shared, interpret)
-    new = [jax.freeze(target) for target in targets]
-    return *(_bytes(w, b) for w, b in zip(new, packed, strict=False)), *new[len(packed) :]
+    targets = [jax.new_ref(buffer) for buffer in buffers]
+    launch.run(name, body, [part.dense() for part in parts], targets, (), shared, interpret)
+    return tuple(jax.freeze(target) for target in targets)
 
 
-def refusal_of_fp4(parts: Sequence[Blocks], config: KernelConfig | None, *operands: Any) -> str | None:
-    """Why `scatter_fp4` cannot take these parts of `operands` (trees of arrays, or of their stand-ins), or None."""
+def scatter_fp4(
+    name: str,
+    packed: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
+    parts: Sequence[Part],
+    loc: jax.Array,
+    *,
+    layer: Any,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """`scatter` to buffers of codes `[rows, heads, dim / 2]` and then those of scales, all of uint8."""
+    lead = 1 if layer is None else 2
+    buffers = [*(_words_of(b, lead) for b in packed), *scales]
+    new = scatter(name, buffers, parts, loc, layer=layer, **options)
+    codes = zip(new, packed, strict=False)
+    return *(lax.bitcast_convert_type(w, jnp.uint8).reshape(b.shape) for w, b in codes), *new[len(packed) :]
+
+
+def refusal_of(parts: Sequence[Part], config: KernelConfig | None, *operands: Any) -> str | None:
+    """Why `scatter` cannot take these parts of `operands` (trees of arrays, or of their stand-ins), or None."""
     config = config or KernelConfig()
     for part in parts:
         if part.rows.dtype.name not in _SOURCES:
             return f"it quantises {', '.join(_SOURCES)}, not {part.rows.dtype}"
+        if any(x * part.rows.dtype.itemsize % 16 for x in (part.at, part.width, math.prod(part.rows.shape[1:]))):
+            return f"bulk copies move multiples of 16 bytes, not {part.width} elements of {part.rows.dtype} rows"
     if config.stages == 0:
         return "config.stages must be 1: rows are quantised in shared memory"
-    needed = (config.rows or 1) * sum(part.row_bytes for part in parts)
+    rows = config.rows or 1
+    needed = rows * sum(part.row_bytes for part in parts)
     if needed > SHARED_BYTES:
-        return f"{config.rows or 1} rows need {needed} bytes of shared memory, more than {SHARED_BYTES}"
+        return f"{rows} rows need {needed} bytes of shared memory, more than {SHARED_BYTES}"
     return refusal((), config, *operands)
 
 
-def _plan(parts: Sequence[Blocks], n: int, config: KernelConfig) -> Plan:
-    row_bytes = sum(part.row_bytes for part in parts)
-    return Plan(min(n, config.rows or staged_rows(1, row_bytes, n)), "bulk")
-
-
-def _words(buffer: jax.Array, lead: int) -> jax.Array:
-    """Rows of bytes as rows of 32-bit words: the same memory."""
-    return lax.bitcast_convert_type(buffer.reshape(*buffer.shape[:lead], -1, 4), jnp.uint32)
-
-
-def _bytes(words: jax.Array, buffer: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(buffer.shape)
+def _words_of(buffer: jax.Array, lead: int) -> jax.Array:
+    """Rows of bytes, behind `lead` axes, as rows of 32-bit words: the same memory."""
+    words = buffer.reshape(*buffer.shape[:lead], math.prod(buffer.shape[lead:]) // 4, 4)
+    return lax.bitcast_convert_type(words, jnp.uint32)
 
 
 def _places(rows: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -175,40 +283,22 @@ def _places(rows: Sequence[Any]) -> tuple[list[Any], Any]:
     return places, here
 
 
-def _encode(raw: Any, words: Any, scales: Any, interpret: bool) -> Callable[[Any, None], None]:
-    """What quantises a chunk of blocks, one a thread."""
-
-    def encode(chunk: Any, _: None) -> None:
-        first = chunk * np.int32(THREADS)
-        at, layout = pl.ds(first, THREADS), _layout(fp4.BLOCK, 16 // raw.dtype.itemsize)
-        magnitude, negative = fp4.magnitudes(plgpu.load(raw.at[at], layout=layout, optimized=False))
-        amax = magnitude.max(axis=1)
-        exponent = fp4.exponents(amax)
-        code = fp4.codes(magnitude, negative, _spread(exponent, magnitude, layout))
-        place = plgpu.broadcasted_iota(jnp.int32, code.shape, 1, layout=layout)
-        code = code << ((place & 7) * np.int32(4))
-        low, high = (jnp.where((place < _HALF) == low, code, 0).sum(axis=1, dtype=jnp.int32) for low in (True, False))
-        layout = _layout(2, 2)
-        place = plgpu.broadcasted_iota(jnp.int32, (THREADS, 2), 1, layout=layout)
-        word = jnp.where(place == 0, _spread(low, place, layout), _spread(high, place, layout))
-        _store_flat(words, first, lax.bitcast_convert_type(word, jnp.uint32), interpret)
-        store(scales.at[at], fp4.scale_bytes(exponent).astype(jnp.uint8))
-
-    return encode
-
-
-def _spread(values: Any, like: Any, layout: Any) -> Any:
-    """The number that a thread has as the elements of its row, as `like` is laid out."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(values, like.shape, (0,)), layout)
-
-
-def _store_flat(ref: Any, first: Any, rows: Any, interpret: bool) -> None:
-    """Writes rows from row `first` on of `ref`, which is one axis so that bulk copies can take it apart."""
-    count, width = rows.shape
+def _load(ref: Any, first: Any, shape: tuple[int, ...], layout: Any, interpret: bool) -> jax.Array:
+    """Rows from row `first` on of `ref`, which is one axis so that bulk copies can take it apart."""
+    width = math.prod(shape[1:])
     if interpret:  # which knows no reference of another shape
+        return ref[pl.ds(first * np.int32(width), shape[0] * width)].reshape(shape)
+    return plgpu.load(ref.reshape(-1, *shape[1:]).at[pl.ds(first, shape[0])], layout=layout, optimized=False)
+
+
+def _store(ref: Any, first: Any, rows: Any, interpret: bool) -> None:
+    """Writes what `_load` reads."""
+    count, *inner = rows.shape
+    width = math.prod(inner)
+    if interpret:
         ref[pl.ds(first * np.int32(width), count * width)] = rows.reshape(-1)
-    else:  # where registers have no other shape
-        store(ref.reshape(-1, width).at[pl.ds(first, count)], rows)
+    else:
+        store(ref.reshape(-1, *inner).at[pl.ds(first, count)], rows)
 
 
 def _send(source: Any, place: Any, row: Any, columns: Columns) -> None:
@@ -223,9 +313,37 @@ def _send(source: Any, place: Any, row: Any, columns: Columns) -> None:
         store(row.at[pl.ds(start + at, size)], load(source.at[pl.ds(first + at, size)], vector))
 
 
-def _layout(width: int, vector: int) -> Any:
-    """A row of `width` elements to each thread, in vectors of `vector`: it reduces without another thread."""
-    tiles: tuple[tuple[int, ...], ...] = ((THREADS, width), (32, width))
-    if vector == width:
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), -1)
-    return plgpu.Layout.TILED(plgpu.Tiling((*tiles, (vector,))), (-5,), (-3,), -1)
+def _spread(values: Any, shape: tuple[int, ...], layout: Any) -> Any:
+    """A number for each row as all elements of that row."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, (0,)), layout)
+
+
+def _bytes_of(bits: Any, layout: Any) -> Any:
+    """Rows that repeat the bits of a number, as its bytes: the lowest first."""
+    shift = plgpu.broadcasted_iota(jnp.int32, bits.shape, 1, layout=layout) * np.int32(8)
+    return ((bits >> shift) & 255).astype(jnp.uint8)
+
+
+def _reduce(reduce: Any, values: Any, first: int, layout: Any) -> Any:
+    """Reduces all axes from `first` on, one by one, as Mosaic wants it."""
+    axes = tuple(range(first, values.ndim))
+    for axis in reversed(axes):
+        values = plgpu.layout_cast(reduce(values, axis=axis), layout.reduce(axes[axis - first :]))
+    return values
+
+
+# Layouts of `[rows, ..., vector]`, a vector being 16 bytes. (A last axis that is wide enough to be swizzled sends JAX
+# 0.12's inference of layouts astray, and so does an axis of one.)
+
+
+def _row_each(shape: tuple[int, ...]) -> Any:
+    """A row to each thread: it reduces without another thread."""
+    tiling = plgpu.Tiling((shape, (_LANES, *shape[1:])))
+    return plgpu.Layout.TILED(tiling, (-2 * len(shape),), (-len(shape),), -1)
+
+
+def _row_each_few(shape: tuple[int, ...]) -> Any:
+    """A row to each `_SHARING` threads: `[rows, ..., _SHARING, vector]`; or to each of them, where `[rows, vector]`."""
+    tiling, ndim = plgpu.Tiling((shape, (shape[0] // _WARPS, *shape[1:]))), len(shape)
+    lanes = (-ndim, plgpu.Replicated(_SHARING) if ndim == 2 else -2)
+    return plgpu.Layout.TILED(tiling, (-2 * ndim,), lanes, -1)
