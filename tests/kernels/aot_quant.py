@@ -3,10 +3,41 @@
 python tests/kernels/aot_quant.py CHIP < calls.json > facts.json
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import aot
+
+
+@contextlib.contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """The library with a fault in it."""
+    import jax
+    import numpy as np
+    from jax import lax
+
+    from pallas_kernels import triton
+
+    right = triton.locate
+
+    def locate(*args: Any) -> tuple[Any, ...]:
+        """The row by way of the number of its byte, in 32 bits."""
+        token, live, row, here, layer = right(*args)
+        return token, live, lax.div(row * np.int32(512), np.int32(512)), here, layer
+
+    if fault not in (None, "32-bit offset"):
+        raise ValueError(f"no fault {fault!r}")
+    if fault is not None:
+        jax.clear_caches()
+        triton.locate = locate
+    try:
+        yield
+    finally:
+        triton.locate = right
+        if fault is not None:
+            jax.clear_caches()
 
 
 class Program(aot.Program):
@@ -104,5 +135,5 @@ class Program(aot.Program):
 
 
 if __name__ == "__main__":
-    aot.Program = Program  # type: ignore[misc]
+    aot.Program, aot.planted = Program, planted  # type: ignore[misc]
     aot.main(sys.argv[1])

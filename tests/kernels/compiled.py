@@ -20,7 +20,11 @@ from typing import Any
 from aot import ROOT, Call, environment
 
 # What decides on a compilation, beside the library: the program and what it imports.
-_PROGRAMS = {"aot.py": ("aot.py", "specs.py"), "aot_mosaic.py": ("aot.py", "aot_mosaic.py", "specs.py")}
+_PROGRAMS = {
+    "aot.py": ("aot.py", "specs.py"),
+    "aot_quant.py": ("aot.py", "aot_quant.py", "specs.py", "quant_specs.py", "quant_calls.py"),
+    "aot_mosaic.py": ("aot.py", "aot_mosaic.py", "specs.py"),
+}
 
 
 @functools.cache

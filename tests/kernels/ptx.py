@@ -228,6 +228,8 @@ class _Blocks:
         kind, operands = rest[-1] if rest else "", step.operands
         if name in ("ld", "st"):
             return self._access(name, rest, operands, on)
+        if name in ("ldmatrix", "stmatrix"):
+            return self._matrix(name, rest, operands, on)
         if name == "mov" and operands[0].startswith("{"):
             low, high = operands[0].strip("{} ").split(",")
             value, half = self._get(operands[1], kind), int(kind[1:]) // 2
@@ -265,15 +267,30 @@ class _Blocks:
                 product = a.astype(wide) * b.astype(wide)
             elif rest[0] == "lo":
                 product = a * b
+            elif rest == ["hi", "u32"]:
+                product = (a.astype(np.uint64) * b.astype(np.uint64)) >> np.uint64(32)
             else:
                 raise Fault(f"unknown {name}.{'.'.join(rest)}")
             return product if name == "mul" else product + self._get(operands[2], f"{kind[0]}{8 * product.itemsize}")
         if name == "shfl":
-            if rest != ["sync", "idx", "b32"] or operands[2:] != ["31", "-1"]:
+            if rest not in (["sync", "idx", "b32"], ["sync", "bfly", "b32"]) or operands[2:] != ["31", "-1"]:
                 raise Fault(f"unknown {name}.{'.'.join(rest)} {operands}")
             value, lane = (self._get(o, "u32") for o in operands[:2])
             thread = np.arange(self.n)
-            return value[thread - thread % _WARP + lane % _WARP]
+            lane = lane % _WARP if rest[1] == "idx" else thread % _WARP ^ lane
+            return value[thread - thread % _WARP + lane]
+        if name == "redux":
+            if rest[0] != "sync" or rest[1] not in ("max", "add"):
+                raise Fault(f"unknown {name}.{'.'.join(rest)}")
+            warps = self._get(operands[0], kind).reshape(-1, 1, _WARP)
+            member = self._get(operands[1], "u32").reshape(-1, _WARP, 1) >> np.arange(_WARP, dtype=np.uint32) & 1 == 1
+            if rest[1] == "add":
+                return np.where(member, warps, 0).sum(axis=2, dtype=warps.dtype).reshape(-1)
+            return np.where(member, warps, np.iinfo(warps.dtype).min).max(axis=2).reshape(-1)
+        if name == "bfe":
+            value, start, count = (self._get(o, kind) for o in operands)
+            up = 32 - start - count
+            return (value << up) >> (start + up)  # of s32 with the sign of the field
         if name == "prmt":
             a, b, selector = (self._get(o, "u32").astype(np.uint64) for o in operands)
             source = a | (b << np.uint64(32))
@@ -298,6 +315,7 @@ class _Blocks:
             "xor": lambda a, b: a ^ b,
             "not": lambda a: ~a,
             "neg": lambda a: -a,
+            "abs": lambda a: a & 0x7FFF if kind == "f16" else np.abs(a),
             "min": np.minimum,
             "max": np.maximum,
         }
@@ -315,6 +333,8 @@ class _Blocks:
             value = _float(bits.astype(np.uint64) << np.uint64(16)) if source == "bf16" else bits.view(np.float16)
             value = value.astype(np.float32)
             return value if target == "f32" else self._round(value, target)
+        if target == "f32":
+            return self._get(operands[0], source).astype(np.float32)
         if source == "f32":
             return self._round(self._get(operands[0], "f32"), target)
         return self._get(operands[0], source).astype(np.dtype(f"{'int' if source[0] == 's' else 'uint'}{target[1:]}"))
@@ -326,6 +346,31 @@ class _Blocks:
         if target not in ("bf16", "f16"):
             raise Fault(f"unknown conversion to {target}")
         return value.astype(ml_dtypes.bfloat16 if target == "bf16" else np.float16).view(np.uint16)
+
+    def _matrix(self, name: str, rest: list[str], operands: list[str], on: np.ndarray) -> None:
+        """Matrices of 8 rows of 16 bytes in shared memory; threads 8 * m to 8 * m + 7 of a warp have the addresses."""
+        if rest[:3] != ["sync", "aligned", "m8n8"] or rest[-2:] != ["shared", "b16"] or not on.all():
+            raise Fault(f"unknown {name}.{'.'.join(rest)}")
+        target, address = operands if name == "ldmatrix" else reversed(operands)
+        names = [part.strip() for part in target.strip("{} ").split(",")]
+        register, _, offset = address.strip("[] ").partition("+")
+        at = (self._get(register.strip(), "u64") + np.uint64(int(offset or 0))).reshape(-1, _WARP)
+        if (at % np.uint64(16)).any():
+            raise Fault(f"{self.kernel.name}: {name} of a row not aligned to 16 bytes")
+        memory, trans = self.memory[_SHARED], "trans" in rest
+        for m, part in enumerate(names):
+            where = (at[:, 8 * m : 8 * m + 8] - np.uint64(_SHARED)).astype(np.int64)
+            # Each thread has two elements side by side of a row, or with "trans" of a column.
+            if name == "ldmatrix":
+                rows = memory.read(where.reshape(-1), 16).view(np.uint16).reshape(-1, 8, 8)
+                rows = rows.transpose(0, 2, 1) if trans else rows
+                pairs = np.ascontiguousarray(rows).reshape(-1, _WARP, 2).view(np.uint32)
+                self._set(part, pairs.reshape(-1), on)
+                continue
+            pairs = self._get(part, "u32").reshape(-1, _WARP)
+            rows = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, 8, 8)
+            rows = np.ascontiguousarray(rows.transpose(0, 2, 1) if trans else rows)
+            memory.write(where.reshape(-1), rows.view(np.uint8).reshape(-1, 16))
 
     def _access(self, name: str, rest: list[str], operands: list[str], on: np.ndarray) -> None:
         target, address = operands if name == "ld" else reversed(operands)
