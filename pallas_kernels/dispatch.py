@@ -24,8 +24,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "scatter_kv_fp4": ("triton", "mosaic", "xla"),
     "scatter_mla_fp4": ("triton", "mosaic", "xla"),
     "scatter_dsa": ("triton", "mosaic", "xla"),
-    "gather_fp4": ("triton", "xla"),
-    "gather_dsa": ("triton", "xla"),
+    "gather_fp4": ("triton", "mosaic", "xla"),
+    "gather_dsa": ("triton", "mosaic", "xla"),
 }
 
 

@@ -22,12 +22,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.codecs import dsa, fp4, fp8_cast
 from pallas_kernels.dispatch import KernelConfig
-from pallas_kernels.mosaic.launch import Batch, Launch, Refs, fetch, finish_copies, load, plgpu, store
+from pallas_kernels.mosaic.launch import Batch, Launch, Refs, fetch, finish_copies, plgpu, store
 from pallas_kernels.mosaic.plan import SHARED_BYTES, THREADS, Columns, Plan, flat, refusal, staged_rows
+from pallas_kernels.mosaic.units import (
+    SHARING,
+    bytes_of,
+    load_rows,
+    reduce,
+    row_each,
+    row_each_few,
+    send_row,
+    spread,
+    store_rows,
+    words_of,
+)
 
-_SOURCES = ("float32", "bfloat16", "float16")
-_WARPS, _LANES = 4, 32
-_SHARING = 16  # threads of a tile, 8 elements each
+SOURCES = ("float32", "bfloat16", "float16")
 _WORDS = {1: jnp.uint8, 4: jnp.uint32}
 
 
@@ -101,36 +111,36 @@ class Blocks(Part):
         """See `codecs.fp4`: a block each thread."""
         vector = 16 // raw.dtype.itemsize
         shape = (THREADS, 2, 8) if vector == 8 else (THREADS, 2, 2, vector)
-        layout = _row_each(shape)
-        magnitude, negative = fp4.magnitudes(_load(raw, first, shape, layout, interpret))
-        exponent = fp4.exponents(_reduce(jnp.max, magnitude, 1, layout))
-        code = fp4.codes(magnitude, negative, _spread(exponent, shape, layout))
+        layout = row_each(shape)
+        magnitude, negative = fp4.magnitudes(load_rows(raw, first, shape, layout, interpret))
+        exponent = fp4.exponents(reduce(jnp.max, magnitude, 1, layout))
+        code = fp4.codes(magnitude, negative, spread(exponent, shape, layout))
         for axis in range(2, len(shape)):
             place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
             code = code << (place * np.int32(4 * math.prod(shape[axis + 1 :])))
-        words = _reduce(functools.partial(jnp.sum, dtype=jnp.int32), code, 2, layout)
-        _store(made[0], first, lax.bitcast_convert_type(words, jnp.uint32), interpret)
+        words = reduce(functools.partial(jnp.sum, dtype=jnp.int32), code, 2, layout)
+        store_rows(made[0], first, lax.bitcast_convert_type(words, jnp.uint32), interpret)
         store(made[1].at[pl.ds(first, THREADS)], fp4.scale_bytes(exponent).astype(jnp.uint8))
 
 
 class Tiles(Part):
     """Tiles of an FP8 latent: 128 codes, and a float32 scale elsewhere in the row."""
 
-    unit, chunk = dsa.TILE, THREADS // _SHARING
+    unit, chunk = dsa.TILE, THREADS // SHARING
 
     def encode(self, raw: Any, made: Sequence[Any], first: Any, interpret: bool) -> None:
         """See `codecs.dsa`: a tile each 16 threads."""
         vector = 16 // raw.dtype.itemsize
-        shape = (self.chunk, _SHARING, 8) if vector == 8 else (self.chunk, 2, _SHARING, vector)
-        layout = _row_each_few(shape)
-        x = _load(raw, first, shape, layout, interpret)
-        scale = dsa.scales(_reduce(jnp.max, dsa.magnitudes(x), 1, layout))
+        shape = (self.chunk, SHARING, 8) if vector == 8 else (self.chunk, 2, SHARING, vector)
+        layout = row_each_few(shape)
+        x = load_rows(raw, first, shape, layout, interpret)
+        scale = dsa.scales(reduce(jnp.max, dsa.magnitudes(x), 1, layout))
         cast = functools.partial(fp8_cast.encode, clamp=interpret)  # the chip saturates
-        code = dsa.codes(x, _spread(scale, shape, layout), fp8_cast.divide, cast)
-        _store(made[0], first, code, interpret)
-        layout = _row_each_few((self.chunk, 4))
-        bits = _spread(lax.bitcast_convert_type(scale, jnp.int32), (self.chunk, 4), layout)
-        _store(made[1], first, _bytes_of(bits, layout), interpret)
+        code = dsa.codes(x, spread(scale, shape, layout), fp8_cast.divide, cast)
+        store_rows(made[0], first, code, interpret)
+        layout = row_each_few((self.chunk, 4))
+        bits = spread(lax.bitcast_convert_type(scale, jnp.int32), (self.chunk, 4), layout)
+        store_rows(made[1], first, bytes_of(bits, layout), interpret)
 
 
 class Rope(Part):
@@ -140,10 +150,10 @@ class Rope(Part):
 
     def encode(self, raw: Any, made: Sequence[Any], first: Any, interpret: bool) -> None:
         """An element each thread."""
-        layout = _row_each((THREADS, 2))
+        layout = row_each((THREADS, 2))
         x = plgpu.load(raw.at[pl.ds(first, THREADS)], layout=layout.reduce(1), optimized=False)
         bits = lax.bitcast_convert_type(x.astype(jnp.float32).astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
-        _store(made[0], first, _bytes_of(_spread(bits, (THREADS, 2), layout), layout), interpret)
+        store_rows(made[0], first, bytes_of(spread(bits, (THREADS, 2), layout), layout), interpret)
 
 
 class Bytes(Part):
@@ -219,7 +229,7 @@ def scatter(
             def _store_row(t=t):
                 for part, to in zip(parts, made, strict=True):
                     for source, columns in zip(to, part.made, strict=True):
-                        _send(source, places[t], refs.buffers[columns.buffer].at[batch.buffer(t)], columns)
+                        send_row(source, places[t], refs.buffers[columns.buffer].at[batch.buffer(t)], columns)
 
         finish_copies()
 
@@ -245,7 +255,7 @@ def scatter_fp4(
 ) -> tuple[jax.Array, ...]:
     """`scatter` to buffers of codes `[rows, heads, dim / 2]` and then those of scales, all of uint8."""
     lead = 1 if layer is None else 2
-    buffers = [*(_words_of(b, lead) for b in packed), *scales]
+    buffers = [*(words_of(b, lead) for b in packed), *scales]
     new = scatter(name, buffers, parts, loc, layer=layer, **options)
     codes = zip(new, packed, strict=False)
     return *(lax.bitcast_convert_type(w, jnp.uint8).reshape(b.shape) for w, b in codes), *new[len(packed) :]
@@ -255,8 +265,8 @@ def refusal_of(parts: Sequence[Part], config: KernelConfig | None, *operands: An
     """Why `scatter` cannot take these parts of `operands` (trees of arrays, or of their stand-ins), or None."""
     config = config or KernelConfig()
     for part in parts:
-        if part.rows.dtype.name not in _SOURCES:
-            return f"it quantises {', '.join(_SOURCES)}, not {part.rows.dtype}"
+        if part.rows.dtype.name not in SOURCES:
+            return f"it quantises {', '.join(SOURCES)}, not {part.rows.dtype}"
         if any(x * part.rows.dtype.itemsize % 16 for x in (part.at, part.width, math.prod(part.rows.shape[1:]))):
             return f"bulk copies move multiples of 16 bytes, not {part.width} elements of {part.rows.dtype} rows"
     if config.stages == 0:
@@ -268,12 +278,6 @@ def refusal_of(parts: Sequence[Part], config: KernelConfig | None, *operands: An
     return refusal((), config, *operands)
 
 
-def _words_of(buffer: jax.Array, lead: int) -> jax.Array:
-    """Rows of bytes, behind `lead` axes, as rows of 32-bit words: the same memory."""
-    words = buffer.reshape(*buffer.shape[:lead], math.prod(buffer.shape[lead:]) // 4, 4)
-    return lax.bitcast_convert_type(words, jnp.uint32)
-
-
 def _places(rows: Sequence[Any]) -> tuple[list[Any], Any]:
     """How many of this rank's rows stand before each, and how many there are."""
     places, here = [], jnp.int32(0)
@@ -281,69 +285,3 @@ def _places(rows: Sequence[Any]) -> tuple[list[Any], Any]:
         places.append(here)
         here = here + (row >= 0).astype(jnp.int32)
     return places, here
-
-
-def _load(ref: Any, first: Any, shape: tuple[int, ...], layout: Any, interpret: bool) -> jax.Array:
-    """Rows from row `first` on of `ref`, which is one axis so that bulk copies can take it apart."""
-    width = math.prod(shape[1:])
-    if interpret:  # which knows no reference of another shape
-        return ref[pl.ds(first * np.int32(width), shape[0] * width)].reshape(shape)
-    return plgpu.load(ref.reshape(-1, *shape[1:]).at[pl.ds(first, shape[0])], layout=layout, optimized=False)
-
-
-def _store(ref: Any, first: Any, rows: Any, interpret: bool) -> None:
-    """Writes what `_load` reads."""
-    count, *inner = rows.shape
-    width = math.prod(inner)
-    if interpret:
-        ref[pl.ds(first * np.int32(width), count * width)] = rows.reshape(-1)
-    else:
-        store(ref.reshape(-1, *inner).at[pl.ds(first, count)], rows)
-
-
-def _send(source: Any, place: Any, row: Any, columns: Columns) -> None:
-    """Row `place` of what lies in shared memory, to its columns of a row of a buffer."""
-    first, start = place * columns.width, columns.start
-    if columns.bulk:
-        target = row.at[pl.ds(start, columns.width)]
-        plgpu.copy_smem_to_gmem(source.at[pl.ds(first, columns.width)], target, commit_group=False)
-        return
-    vector = columns.vector(staged=False)
-    for at, size in columns.pieces(staged=False):
-        store(row.at[pl.ds(start + at, size)], load(source.at[pl.ds(first + at, size)], vector))
-
-
-def _spread(values: Any, shape: tuple[int, ...], layout: Any) -> Any:
-    """A number for each row as all elements of that row."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, (0,)), layout)
-
-
-def _bytes_of(bits: Any, layout: Any) -> Any:
-    """Rows that repeat the bits of a number, as its bytes: the lowest first."""
-    shift = plgpu.broadcasted_iota(jnp.int32, bits.shape, 1, layout=layout) * np.int32(8)
-    return ((bits >> shift) & 255).astype(jnp.uint8)
-
-
-def _reduce(reduce: Any, values: Any, first: int, layout: Any) -> Any:
-    """Reduces all axes from `first` on, one by one, as Mosaic wants it."""
-    axes = tuple(range(first, values.ndim))
-    for axis in reversed(axes):
-        values = plgpu.layout_cast(reduce(values, axis=axis), layout.reduce(axes[axis - first :]))
-    return values
-
-
-# Layouts of `[rows, ..., vector]`, a vector being 16 bytes. (A last axis that is wide enough to be swizzled sends JAX
-# 0.12's inference of layouts astray, and so does an axis of one.)
-
-
-def _row_each(shape: tuple[int, ...]) -> Any:
-    """A row to each thread: it reduces without another thread."""
-    tiling = plgpu.Tiling((shape, (_LANES, *shape[1:])))
-    return plgpu.Layout.TILED(tiling, (-2 * len(shape),), (-len(shape),), -1)
-
-
-def _row_each_few(shape: tuple[int, ...]) -> Any:
-    """A row to each `_SHARING` threads: `[rows, ..., _SHARING, vector]`; or to each of them, where `[rows, vector]`."""
-    tiling, ndim = plgpu.Tiling((shape, (shape[0] // _WARPS, *shape[1:]))), len(shape)
-    lanes = (-ndim, plgpu.Replicated(_SHARING) if ndim == 2 else -2)
-    return plgpu.Layout.TILED(tiling, (-2 * ndim,), lanes, -1)
