@@ -12,6 +12,7 @@ under way.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -43,9 +44,18 @@ CASES = [
     ("gather_rows", "deepseek-v3, 4 ranks"),
     ("move_rows", "deepseek-v3"),
 ]
+QUANTISED = [
+    ("scatter_kv_fp4", "llama-3-8b"),
+    ("scatter_mla_fp4", "deepseek-v3-fp4"),
+    ("scatter_dsa", "deepseek-v3.2"),
+    ("gather_fp4", "llama-3-8b"),
+    ("gather_fp4", "deepseek-v3-fp4"),
+    ("gather_dsa", "deepseek-v3.2"),
+]
 DECODE, PREFILL = 64, 16384
 CHIPS = {"triton": ("A100", "H200", "B200"), "mosaic": ("H200", "B200")}
-PROGRAMS = {"triton": "aot.py", "mosaic": "aot_mosaic.py"}
+# What compiles the calls, and which.
+PROGRAMS = {"triton": (("aot.py", CASES), ("aot_quant.py", QUANTISED)), "mosaic": (("aot_mosaic.py", CASES),)}
 # Of a multiprocessor, the same on all three (NVIDIA's CUDA programming guide, compute capabilities 8.0, 9.0, 10.0); the
 # last for blocks, of 8.0 and of the others.
 REGISTERS, THREADS, BLOCKS, SHARED = 65536, 2048, 32, {"A100": 163 << 10, "H200": 227 << 10, "B200": 227 << 10}
@@ -127,12 +137,25 @@ def count(ptx: str, plan: dict[str, Any], row_bytes: int, chip: str, ptxas: str)
     }
 
 
+def loaded_bytes(call: Any) -> int:
+    """Of a row."""
+    if (call.op, call.rows) in QUANTISED:
+        rows = kernel_tools.tool("quant_specs").named(call.rows)
+        if call.op == rows.gather:
+            return sum(math.prod(shape) for shape in rows.buffers)
+        return rows.width * jnp.dtype(rows.source).itemsize
+    specs = kernel_tools.tool("specs")
+    rows = next(r for r in (*specs.KV, *specs.MLA) if r.name == call.rows)
+    item = jnp.dtype(rows.source if call.op in ("scatter_kv", "scatter_mla") else rows.word).itemsize
+    return sum(heads * width for heads, width in rows.parts) * item
+
+
 def measure(chips: Sequence[str], implementations: Sequence[str]) -> list[dict[str, Any]]:
     """One entry for each kernel that came out. Raises RuntimeError where one does not compile."""
-    aot, specs, ptxas = kernel_tools.tool("aot"), kernel_tools.tool("specs"), find_ptxas()
-    known = {r.name: r for r in (*specs.KV, *specs.MLA)}
+    aot, ptxas = kernel_tools.tool("aot"), find_ptxas()
     results = []
-    for implementation, chip in ((i, c) for i in implementations for c in CHIPS[i] if c in chips):
+    runs = ((i, c, *program) for i in implementations for c in CHIPS[i] if c in chips for program in PROGRAMS[i])
+    for implementation, chip, program, cases in runs:
         calls = [
             aot.Call(
                 op,
@@ -142,11 +165,11 @@ def measure(chips: Sequence[str], implementations: Sequence[str]) -> list[dict[s
                 stacked=op == "move_rows",
                 where="shards" if rows.endswith(", 4 ranks") else "alone",
             )
-            for op, rows in CASES
+            for op, rows in cases
             for n in (DECODE, PREFILL)
         ]
         done = subprocess.run(
-            [sys.executable, str(kernel_tools.FOLDER / PROGRAMS[implementation]), chip],
+            [sys.executable, str(kernel_tools.FOLDER / program), chip],
             input=json.dumps([dataclasses.asdict(call) for call in calls]),
             env=aot.environment(),
             capture_output=True,
@@ -157,9 +180,7 @@ def measure(chips: Sequence[str], implementations: Sequence[str]) -> list[dict[s
         for call, facts in zip(calls, json.loads(done.stdout), strict=True):
             if "error" in facts:
                 raise RuntimeError(f"{chip}, {call.label}: {facts['error']}")
-            rows, ranks = known[call.rows], ", 4 ranks" if call.where == "shards" else ""
-            item = jnp.dtype(rows.source if call.op in ("scatter_kv", "scatter_mla") else rows.word).itemsize
-            row_bytes = sum(heads * width for heads, width in rows.parts) * item
+            ranks = ", 4 ranks" if call.where == "shards" else ""
             for name, text in facts["ptx"].items():
                 plan = facts.get("plans", {}).get(name) or {
                     "way": "tiles", "rows": -(-call.n // facts["grids"][name][0]), "shared": 0,
@@ -167,7 +188,7 @@ def measure(chips: Sequence[str], implementations: Sequence[str]) -> list[dict[s
                 kernel = re.sub(r"^move_rows_|_mosaic_gpu_kernel$", "", name).removesuffix("_rows")
                 case = {"chip": chip, "implementation": implementation, "N": call.n, "rows": f"{call.rows}{ranks}"}
                 op = {"op": f"{call.op}: {kernel}" if call.op == "move_rows" else call.op}
-                results.append(case | op | count(text, plan, row_bytes, chip, ptxas))
+                results.append(case | op | count(text, plan, loaded_bytes(call), chip, ptxas))
     return results
 
 
@@ -189,7 +210,7 @@ def main() -> None:
     here = [name for name in CHIPS if dispatch.unavailable(name) is None]
     results = measure(options.chips, options.implementations or here)
     report.write_json(options.json, results)
-    results.sort(key=lambda r: CASES.index((r["op"].split(":")[0], r["rows"])))
+    results.sort(key=lambda r: [*CASES, *QUANTISED].index((r["op"].split(":")[0], r["rows"])))
     for chip in options.chips:
         rows = [list(r.values()) for r in paired([r for r in results if r["chip"] == chip])]
         title = f"{chip}, JAX {jax.__version__}; {DECODE} / {PREFILL} rows"
