@@ -57,7 +57,7 @@ def write_layer(pool: Any, layer: Any, loc: jax.Array, rows: tuple[jax.Array, ..
 @functools.partial(jax.jit, donate_argnums=0)
 def step_tuple(pool: Any, loc: jax.Array, rows: tuple[tuple[jax.Array, ...], ...]) -> Any:
     """Writes `rows[layer]` to every layer, unrolled."""
-    for layer in range(LAYERS):
+    for layer in range(pool.layer_num):
         pool = write_layer(pool, layer, loc, rows[layer])
     return pool
 
@@ -73,7 +73,7 @@ def step_stacked(pool: Any, loc: jax.Array, words: tuple[jax.Array, ...]) -> Any
         layer, layer_words = xs
         return write_layer(pool, layer, loc, tuple(part.view(jnp.bfloat16) for part in layer_words)), None
 
-    return jax.lax.scan(body, pool, (jnp.arange(LAYERS), words))[0]
+    return jax.lax.scan(body, pool, (jnp.arange(pool.layer_num), words))[0]
 
 
 def in_place(step: Callable[..., Any], pool: Any, *args: Any) -> Callable[[], None]:

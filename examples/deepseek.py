@@ -139,10 +139,13 @@ def forward(
     count: jax.Array,
     state: State,
     attend: AttendLatent[State],
+    *,
+    every: bool = False,
 ) -> tuple[jax.Array, State]:
     """Runs `tokens` [B, T], of which lane b holds count[b] real ones from position start[b] on.
 
-    Returns the logits after each lane's last real token, [B, vocabulary], and the new state.
+    Returns the logits after each lane's last real token, [B, vocabulary], and the new state. With `every`, the logits
+    after each of the tokens, [B, T, vocabulary].
     """
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     eps, rank, nope = config.rms_norm_eps, config.kv_lora_rank, config.qk_nope_head_dim
@@ -165,4 +168,5 @@ def forward(
     indices = jnp.arange(config.num_hidden_layers, dtype=jnp.int32)
     x = params["embed"][tokens]
     (x, state), _ = jax.lax.scan(layer, (x, state), (params["layers"], indices))
-    return rms_norm(last_hidden(x, count), params["norm"], eps) @ params["head"], state
+    x = x if every else last_hidden(x, count)
+    return rms_norm(x, params["norm"], eps) @ params["head"], state

@@ -147,11 +147,13 @@ def forward(
     state: State,
     attend: Attend[State],
     axes: Axes = Axes(),
+    *,
+    every: bool = False,
 ) -> tuple[jax.Array, State]:
     """Runs `tokens` [B, T], of which lane b holds count[b] real ones from position start[b] on.
 
     Returns the logits after each lane's last real token, [B, vocabulary] (this rank's part of the vocabulary where it
-    is split), and the new state.
+    is split), and the new state. With `every`, the logits after each of the tokens, [B, T, vocabulary].
     """
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
 
@@ -171,5 +173,5 @@ def forward(
     indices = jnp.arange(config.layers, dtype=jnp.int32)
     x = embed(params["embed"], tokens, axes.dense)
     (x, state), _ = jax.lax.scan(layer, (x, state), (params["layers"], indices))
-    x = rms_norm(last_hidden(x, count), params["norm"], config.rms_eps)
+    x = rms_norm(x if every else last_hidden(x, count), params["norm"], config.rms_eps)
     return x @ params["embed"].T, state
