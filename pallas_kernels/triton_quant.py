@@ -27,6 +27,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 _THREAD_ELEMENTS = 32  # of a run, at most: four words of FP4 codes
 _PART_ELEMENTS = 8  # and at least where there are few rows: one such word, and one 16-byte load of 16-bit elements
 _MOST_WARPS = 8
+_ROW_ELEMENTS = 1 << 15  # at most of a run: what a program does for them is unrolled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +237,7 @@ def dsa_runs(kv_lora_rank: int, rope: int, whole: bool) -> list[Run]:
 def refusal(
     buffers: Sequence[Any],
     words: Sequence[int],
+    runs: Sequence[Run],
     floats: Sequence[Any],
     config: KernelConfig | None,
 ) -> str | None:
@@ -243,18 +245,24 @@ def refusal(
 
     Args:
       words: bytes of the words that each buffer is accessed by.
+      runs: what they would take.
       floats: dtypes of the dense arrays, or of the results.
     """
     unknown = [str(dtype) for dtype in floats if jnp.dtype(dtype).name not in FLOATS]
     if unknown:
         return f"it quantises from and to {', '.join(FLOATS)}, not {unknown[0]}"
+    longest = max(run.elements for run in runs)
+    if longest > _ROW_ELEMENTS:
+        return f"rows of {longest} elements pass {_ROW_ELEMENTS}"
     return triton.refusal_of_config(config) or triton.refusal_of_words(buffers, words)
 
 
-def odd_rope(kv_buffer: Any, kv_lora_rank: int) -> str | None:
-    """Why packed rows of sparse MLA cannot be accessed in words of two rope elements, or None."""
+def refusal_of_dsa(kv_buffer: Any, kv_lora_rank: int, floats: Sequence[Any], config: KernelConfig | None) -> str | None:
+    """`refusal` for packed rows of sparse MLA."""
     p = dsa.rope_dim(kv_buffer.shape[-1], kv_lora_rank, "a packed row")
-    return f"it moves rope elements in pairs, not {p}" if p % 2 else None
+    if p % 2:
+        return f"it moves rope elements in pairs, not {p}"
+    return refusal([kv_buffer], [4], dsa_runs(kv_lora_rank, p, False), floats, config)
 
 
 def plan(runs: Sequence[Run], n: int, config: KernelConfig) -> tuple[int, int]:
@@ -268,8 +276,9 @@ def plan(runs: Sequence[Run], n: int, config: KernelConfig) -> tuple[int, int]:
     each = _THREAD_ELEMENTS
     while each > _PART_ELEMENTS and n * longest < cores * 1024 * each:
         each //= 2
-    rows = config.rows or max(32 * each // longest, 1)
-    warps = config.warps or min(max(rows * longest // (32 * each), 1), _MOST_WARPS if each < _THREAD_ELEMENTS else 1)
+    # With two warps the compiler is sparing with registers, so that a multiprocessor holds as many threads as it can.
+    rows = config.rows or max((64 if each == _THREAD_ELEMENTS else 32) * each // longest, 1)
+    warps = config.warps or min(max(rows * longest // (32 * each), 1), _MOST_WARPS)
     return rows, warps
 
 

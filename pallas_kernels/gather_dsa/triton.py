@@ -5,8 +5,7 @@ from pallas_kernels.codecs import dsa
 
 
 def unsupported(kv_buffer, loc, *, kv_lora_rank, dtype, config=None, **_):
-    reason = triton_quant.odd_rope(kv_buffer, kv_lora_rank)
-    return reason or triton_quant.refusal([kv_buffer], [4], [dtype], config)
+    return triton_quant.refusal_of_dsa(kv_buffer, kv_lora_rank, [dtype], config)
 
 
 def gather_dsa(kv_buffer, loc, *, kv_lora_rank, dtype, layer, config, interpret, **slots):

@@ -21,8 +21,8 @@ def _plan(buffers, scale_buffers, split):
 
 
 def unsupported(buffers, scale_buffers, loc, *, dtype, split=None, config=None, **_):
-    words = _plan(buffers, scale_buffers, split)[2]
-    return triton_quant.refusal([*buffers, *scale_buffers], words, [dtype], config)
+    runs, _, words = _plan(buffers, scale_buffers, split)
+    return triton_quant.refusal([*buffers, *scale_buffers], words, runs, [dtype], config)
 
 
 def gather_fp4(buffers, scale_buffers, loc, *, dtype, layer, split, config, interpret, **slots):

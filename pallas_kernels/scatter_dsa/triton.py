@@ -6,8 +6,7 @@ from pallas_kernels.codecs import dsa
 
 def unsupported(kv_buffer, loc, nope, rope=None, *, kv_lora_rank, config=None, **_):
     dense = [x for x in (nope, rope) if x is not None]
-    reason = triton_quant.odd_rope(kv_buffer, kv_lora_rank)
-    return reason or triton_quant.refusal([kv_buffer], [4], [x.dtype for x in dense], config)
+    return triton_quant.refusal_of_dsa(kv_buffer, kv_lora_rank, [x.dtype for x in dense], config)
 
 
 def scatter_dsa(kv_buffer, loc, nope, rope, *, kv_lora_rank, layer, config, interpret, **slots):

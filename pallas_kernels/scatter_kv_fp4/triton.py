@@ -13,7 +13,8 @@ def _plan(buffers, k, v):
 
 def unsupported(k_buffer, v_buffer, k_scale_buffer, v_scale_buffer, loc, k, v, *, config=None, **_):
     buffers = (k_buffer, v_buffer, k_scale_buffer, v_scale_buffer)
-    return triton_quant.refusal(buffers, _plan(buffers, k, v)[1], [k.dtype, v.dtype], config)
+    runs, words = _plan(buffers, k, v)
+    return triton_quant.refusal(buffers, words, runs, [k.dtype, v.dtype], config)
 
 
 def scatter_kv_fp4(k_buffer, v_buffer, k_scale_buffer, v_scale_buffer, loc, k, v, *, layer, config, interpret, **slots):

@@ -13,8 +13,8 @@ def _plan(kv_scale_buffer, nope, rope):
 
 
 def unsupported(kv_buffer, kv_scale_buffer, loc, nope, rope=None, *, config=None, **_):
-    dense, _, words = _plan(kv_scale_buffer, nope, rope)
-    return triton_quant.refusal([kv_buffer, kv_scale_buffer], words, [x.dtype for x in dense], config)
+    dense, runs, words = _plan(kv_scale_buffer, nope, rope)
+    return triton_quant.refusal([kv_buffer, kv_scale_buffer], words, runs, [x.dtype for x in dense], config)
 
 
 def scatter_mla_fp4(kv_buffer, kv_scale_buffer, loc, nope, rope, *, layer, config, interpret, **slots):

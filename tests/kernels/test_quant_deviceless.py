@@ -37,9 +37,12 @@ WIDE = [
     Call(op, rows, where="shards", n=40, config=config)
     for rows, config in (
         ("llama-3-8b", (1, 1)),
+        ("llama-3-8b", (2, 2)),
         ("phi-2", (4, 4)),
         ("deepseek-v3-fp4", (2, 1)),
+        ("deepseek-v3-fp4", (4, 2)),
         ("deepseek-v3.2", (2, 1)),
+        ("deepseek-v3.2", (4, 2)),
         ("deepseek-v3.2-f32", (2, 1)),
         ("tiny-dsa", (8, 1)),
     )

@@ -106,6 +106,13 @@ def test_the_query_says_why_triton_cannot(kind: str):
         assert "config.rows must be a power of two" in str(refused(kind, reads=reads, config=KernelConfig(rows=3)))
 
 
+def test_rows_that_are_too_wide_are_refused():
+    buffer, scales = jax.ShapeDtypeStruct((8, 512, 64), jnp.uint8), jax.ShapeDtypeStruct((8, 4096), jnp.uint8)
+    loc, k = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4, 512, 128), jnp.bfloat16)
+    reason = dispatch.refusal("scatter_kv_fp4", "triton", buffer, buffer, scales, scales, loc, k, k)
+    assert reason == "rows of 65536 elements pass 32768"
+
+
 def test_single_bytes_beyond_2_gib_are_refused():
     # Of the rows of 4 scale bytes the first 3 are nope's: words of one byte.
     count = 3 << 28
