@@ -1,6 +1,5 @@
 """What `--kv-dtype` names: the pool that stores it, and how a rank reads the rows of its own part."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +9,6 @@ import jkv
 from examples.mesh import UsageError
 
 Pool = Any  # a jkv pool: a PyTree, of any family
-# (pool, layer, rows [B, L]) -> keys and values [B, L, heads, dim], dequantised; zeros where there is no such row
-Reader = Callable[[Pool, jax.Array, jax.Array], tuple[jax.Array, ...]]
 
 KV_DTYPES = {
     "bf16": jnp.dtype(jnp.bfloat16),
@@ -62,17 +59,10 @@ def _create(pool_class: Any, name: str, options: dict[str, Any]) -> Pool:
         raise UsageError(f"the model cannot be served with KV dtype {name}: {error}") from error
 
 
-def reader(create: Callable[[], Pool]) -> Reader:
-    """How a rank reads rows of its own part of a pool in a shard_map, by their numbers.
+def read(pool: Pool, layer: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+    """In a shard_map: keys and values `[B, L, heads, dim]` of rows `[B, L]` of this rank's part, dequantised.
 
-    `create` makes a pool of what one rank holds, without a mesh. Around that rank's arrays it is this part by itself,
-    its slot ids being the numbers of the rows. A read by id costs what its rows cost, whatever the pool stores, where a
-    view of a whole FP4 buffer would dequantise all of it.
+    Zeros where there is no such row. Costs what the rows cost, whatever the pool stores, where a view of a whole FP4
+    buffer would dequantise all of it.
     """
-    part = jax.tree.structure(jax.eval_shape(create))
-
-    def read(pool: Pool, layer: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
-        mine = jax.tree.unflatten(part, jax.tree.leaves(pool))
-        return tuple(x.reshape(*rows.shape, *x.shape[1:]) for x in mine.get_kv(layer, rows.reshape(-1)))
-
-    return read
+    return tuple(x.reshape(*rows.shape, *x.shape[1:]) for x in pool.local().get_kv(layer, rows.reshape(-1)))

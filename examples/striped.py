@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jkv
 from examples import deepseek, llama
 from examples.deepseek import DeepSeekConfig
-from examples.kv import Pool, mha_pool, mla_pool, reader
+from examples.kv import Pool, mha_pool, mla_pool, read
 from examples.llama import Axes, LlamaConfig, Params
 from examples.mesh import DCP, TP, UsageError, put
 
@@ -82,7 +82,6 @@ def serve_llama(
         "stacked": True,
     }
     pool = mha_pool(kv_dtype, head_num=config.kv_heads, mesh=mesh, dcp_axis=DCP, tp_axis=TP, **sizes)
-    read = reader(lambda: mha_pool(kv_dtype, head_num=config.kv_heads // tp, **sizes))
     specs = llama.param_specs(axes)
 
     def local_step(params: Params, pool: Pool, batch: Batch) -> tuple[Pool, jax.Array]:
@@ -123,7 +122,6 @@ def serve_deepseek(
         "stacked": True,
     }
     pool = mla_pool(kv_dtype, mesh=mesh, dcp_axis=DCP, **sizes)
-    read = reader(lambda: mla_pool(kv_dtype, padding_slot=-1, **sizes))  # -1 is behind a lane's rows
     specs = jax.tree.map(lambda _: P(), params)
 
     def local_step(params: Params, pool: Pool, batch: Batch) -> tuple[Pool, jax.Array]:

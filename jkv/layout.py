@@ -101,6 +101,12 @@ class Layout:
         arrays = 1 if self.stacked else self.layer_num
         return sum(arrays * math.prod(self.shape(b)) * b.dtype.itemsize for b in self.buffers)
 
+    def local(self) -> "Layout":
+        """Of one rank's part by itself: without a mesh, its slot ids the numbers of its rows; -1 is padding."""
+        slots = SlotSpace(self.slots.size, self.slots.page_size)
+        buffers = tuple(dataclasses.replace(b, heads=self.heads_here(b)) for b in self.buffers)
+        return dataclasses.replace(self, slots=slots, ranks=Ranks(), buffers=buffers, padding_slot=-1)
+
     def slot_options(self, rank) -> dict:
         """The slot space as options of the `pallas_kernels` ops."""
         return {"dcp_size": self.slots.dcp_size, "dcp_rank": rank, "interleave": self.slots.interleave}

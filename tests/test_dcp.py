@@ -1,13 +1,16 @@
 """Attention over local rows and the merge of its parts, against plain softmax in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from small_pools import mesh
+from small_pools import ids, mesh, on
 
 import jkv
+from jkv.testing import model_like
 
 
 def softmax_attention(q, k, v, mask, scale=None):
@@ -152,3 +155,47 @@ def test_local_rows_and_pages_are_those_of_the_owner(array, dcp, interleave):
             assert by_page == mine
         assert rows.shape[1] == space.local_lens(table.shape[1], 0)
     np.testing.assert_array_equal(np.asarray(numbers)[[1, 2, 3]], [[2, 0], [0, 0], [4, 0]])
+
+
+POOLS = {
+    "MHA": lambda **o: jkv.MHATokenToKVPool.create(dtype=jnp.bfloat16, head_num=4, head_dim=16, **o),
+    "MHA-FP4": lambda **o: jkv.MHATokenToKVPoolFP4.create(head_num=4, head_dim=16, **o),
+    "MLA": lambda **o: jkv.MLATokenToKVPool.create(dtype=jnp.float8_e5m2, kv_lora_rank=6, qk_rope_head_dim=2, **o),
+    "DSA": lambda **o: jkv.DSATokenToKVPool.create(kv_lora_rank=128, qk_rope_head_dim=2, **o),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
+@pytest.mark.parametrize("family", POOLS)
+def test_a_ranks_part_by_itself_reads_its_rows_by_number(family, stacked, check_vma):
+    pool = POOLS[family](size=8, page_size=4, layer_num=2, start_layer=1, stacked=stacked, **on(2, 2))
+    model = model_like(pool)
+    rng, loc = np.random.default_rng(0), ids(1, 2, 3, 23, 10)
+    rows = [rng.standard_normal((5, *row)).astype(np.float32) for row in model.tensors.values()]
+    pool = pool.set_kv_buffer(2, loc, *rows)
+    model.set_kv_buffer(2, loc, *rows)
+    table, heads = np.array([[1, 2, 3, 23, 10]], np.int32), "tp" if family.startswith("MHA") else None
+
+    def read(pool, layer):
+        rows, _ = jkv.local_rows(pool.slots, table, np.array([5]), jax.lax.axis_index("dcp"))
+        mine = pool.local()
+        assert mine.slots == jkv.SlotSpace(8, 4)
+        return tuple(x[None] for x in mine.get_kv(layer if stacked else 2, rows[0]))
+
+    specs = (pool.partition_specs(), P())
+    over = functools.partial(jax.shard_map, mesh=mesh(2, 2), in_specs=specs, check_vma=check_vma)
+    got = jkv.checked_jit(over(read, out_specs=P("dcp", None, heads)))(pool, np.int32(2))
+    jkv.wait_for_checks()
+    places = [[2, 10, 0], [1, 3, 23]]  # what each rank has of them, in order; rank 0 has one less, and -1 reads zeros
+    for rank, held in enumerate(places):
+        for have, want in zip(got, model.get_kv(2, np.array(held, np.int32)), strict=True):
+            np.testing.assert_array_equal(np.asarray(have[rank]).astype(np.float32), want.astype(np.float32))
+
+
+def test_a_part_is_a_ranks_only_where_the_pool_is_split():
+    pool = POOLS["MHA"](size=8, page_size=4, layer_num=1, **on(2, 2))
+    with pytest.raises(ValueError, match=r"local \(MHA\): call it in a shard_map over all of \('dcp', 'tp'\)"):
+        pool.local()
+    alone = POOLS["MHA"](size=8, page_size=4, layer_num=1)
+    assert alone.local().slots == alone.slots

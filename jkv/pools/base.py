@@ -188,6 +188,22 @@ class Pool:
         """This pool with a PartitionSpec for every array, for `shard_map` and `jit`."""
         return self._with(self.layout.array_specs)
 
+    def local(self) -> Self:
+        """In a caller's shard_map: this rank's part as a pool by itself, whose slot ids are row numbers; -1 is padding.
+
+        For attention to a rank's own rows (`jkv.local_rows`), in any format and at the cost of those rows: its reads
+        sum over no axis. Writes go through the pool itself.
+
+        Raises:
+          ValueError: not in a shard_map over all of the pool's mesh axes.
+        """
+        ranks = self.layout.ranks
+        if ranks.split_here() != (ranks.dcp_size, ranks.tp_size):
+            raise ValueError(
+                f"local ({self.label}): call it in a shard_map over all of {(*ranks.dcp_axis, ranks.tp_axis)}"
+            )
+        return dataclasses.replace(self, layout=self.layout.local())
+
     def __repr__(self) -> str:
         slots = self.slots
         return (
