@@ -24,9 +24,10 @@ def planted(fault: str | None) -> Iterator[None]:
     right = Batch.buffer
 
     def buffer(batch: Batch, t: int) -> tuple[Any, ...]:
-        """The row by way of its first element's number, in 32 bits."""
+        """The row by way of its first byte's number, in 32 bits."""
         *lead, row = right(batch, t)
-        width = np.int32(batch._refs.buffers[0].shape[-1])
+        rows = batch._refs.buffers[0]
+        width = np.int32(rows.shape[-1] * rows.dtype.itemsize)
         return (*lead, lax.div(row * width, width))
 
     if fault not in (None, "32-bit offset"):

@@ -24,6 +24,10 @@ _PROGRAMS = {
     "aot.py": ("aot.py", "specs.py"),
     "aot_quant.py": ("aot.py", "aot_quant.py", "specs.py", "quant_specs.py", "quant_calls.py"),
     "aot_mosaic.py": ("aot.py", "aot_mosaic.py", "specs.py"),
+    "aot_mosaic_quant.py": (
+        *("aot.py", "aot_mosaic.py", "aot_mosaic_quant.py", "aot_quant.py"),
+        *("specs.py", "quant_specs.py", "quant_calls.py"),
+    ),
 }
 
 

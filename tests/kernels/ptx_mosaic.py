@@ -77,8 +77,6 @@ class _Block(ptx._Blocks):
             self._bulk(rest[2:], operands, on)
         elif name == "mbarrier":
             self._barrier(rest, operands, on)
-        elif name == "stmatrix":
-            self._matrix(rest, operands)
         else:
             super()._execute(step, on)
 
@@ -134,16 +132,6 @@ class _Block(ptx._Blocks):
                 raise Fault("a wait that never ends")
         else:
             raise Fault(f"unknown mbarrier.{'.'.join(rest)}")
-
-    def _matrix(self, rest: list[str], operands: list[str]) -> None:
-        """Eight rows of 16 bytes: lanes 0 to 7 say where they are, each lane holds 4 bytes of one."""
-        if rest != ["sync", "aligned", "m8n8", "x1", "shared", "b16"]:
-            raise Fault(f"unknown stmatrix.{'.'.join(rest)}")
-        thread = np.arange(self.n)
-        starts = self._get(operands[0].strip("[] "), "u64")
-        lane = thread % ptx._WARP
-        self.registers["%at"] = starts[thread - lane + lane // 4] + (4 * (lane % 4)).astype(np.uint64)
-        self._access("st", ["shared", "b32"], ["[%at]", operands[1].strip("{} ")], np.ones(self.n, bool))
 
     def _compute(self, name: str, rest: list[str], operands: list[str]) -> np.ndarray:
         if name == "fma":
