@@ -6,7 +6,7 @@ and its PTX is counted. Needs JAX's CUDA plugin of the same version, without its
 
 A row is a token's row in all buffers that the kernel serves, of one layer. An access is one instruction of a warp: 512
 bytes where each thread takes 16; a bulk copy is one of a thread. In flight is what the blocks of a multiprocessor have
-under way.
+under way. Instructions are counted as they stand: those of a loop once.
 """
 
 import argparse
@@ -55,7 +55,10 @@ QUANTISED = [
 DECODE, PREFILL = 64, 16384
 CHIPS = {"triton": ("A100", "H200", "B200"), "mosaic": ("H200", "B200")}
 # What compiles the calls, and which.
-PROGRAMS = {"triton": (("aot.py", CASES), ("aot_quant.py", QUANTISED)), "mosaic": (("aot_mosaic.py", CASES),)}
+PROGRAMS = {
+    "triton": (("aot.py", CASES), ("aot_quant.py", QUANTISED)),
+    "mosaic": (("aot_mosaic.py", CASES), ("aot_mosaic_quant.py", QUANTISED)),
+}
 # Of a multiprocessor, the same on all three (NVIDIA's CUDA programming guide, compute capabilities 8.0, 9.0, 10.0); the
 # last for blocks, of 8.0 and of the others.
 REGISTERS, THREADS, BLOCKS, SHARED = 65536, 2048, 32, {"A100": 163 << 10, "H200": 227 << 10, "B200": 227 << 10}
