@@ -131,7 +131,8 @@ class DSACodec:
             rope = np.ascontiguousarray(row[..., self.rank :].astype(BFLOAT16))
         codes = np.where((scales > 0) | np.isnan(tiles), codes, 0).astype(np.uint8)
         lead = row.shape[:-1]
-        parts = [codes.reshape(*lead, -1), scales.view(np.uint8).reshape(*lead, -1), rope.view(np.uint8)]
+        scale_bytes = scales.view(np.uint8).reshape(*lead, self.split - self.rank)
+        parts = [codes.reshape(*lead, self.rank), scale_bytes, rope.view(np.uint8)]
         return {"buffer": np.concatenate(parts, axis=-1)}
 
     def decode(self, parts: Parts) -> np.ndarray:
