@@ -238,3 +238,26 @@ def test_sizes_are_those_of_the_arrays():
         mla(**on(4, 2), layer_num=2),
     ):
         assert pool.kv_size_bytes == sum(x.nbytes for x in jax.tree.leaves(pool))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("constant_ids", [False, True])
+def test_of_two_findings_in_a_scan_the_earlier_is_told(axis_type, constant_ids):
+    # Probes of ids, rows and layers in one program: on an Explicit mesh only some of their operands lay on the mesh.
+    pool = mla(layer_num=2, stacked=True, **on(2, 1, axis_type))
+    x = rows(2, 3, 1, 8)
+    x[0, 1, 0, 2] = np.nan
+    loc = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+
+    def write(pool, layers, loc, x):
+        def layer(pool, given):
+            return pool.set_kv_buffer(given[0], np.array([1, 2, 3]) if constant_ids else given[1], given[2]), None
+
+        return jax.lax.scan(layer, pool, (layers, loc, x))[0]
+
+    with jkv.enable_checks(), pytest.raises(jkv.KVIndexError, match=r"layer 0: 1 of 3 rows of cache_k hold NaN"):
+        jkv.checked_jit(write, raise_sync=True)(pool, np.array([0, -1], np.int32), loc, x)
+    x[0], loc[0, 2] = 1, 99
+    if not constant_ids:
+        with jkv.enable_checks(), pytest.raises(jkv.KVIndexError, match=r"layer 0: 1 of 3 slot ids outside"):
+            jkv.checked_jit(write, raise_sync=True)(pool, np.array([0, 7], np.int32), loc, x)

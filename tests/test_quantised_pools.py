@@ -276,7 +276,7 @@ def test_an_export_keeps_the_pool_and_its_bytes(family):
     ("family", "options", "match"),
     [
         ("MHA-FP4", {"dtype": jnp.float16}, r"MHATokenToKVPoolFP4: dtype must be bfloat16, got"),
-        ("MHA-FP4", {"dtype": "int8"}, r"MHATokenToKVPoolFP4: dtype must be one of float32"),
+        ("MHA-FP4", {"dtype": "int8"}, r"MHATokenToKVPoolFP4: dtype must be bfloat16, got 'int8'"),
         ("MLA-FP4", {"dtype": jnp.float8_e4m3fn}, r"MLATokenToKVPoolFP4: dtype must be bfloat16"),
         ("DSA", {"dtype": jnp.bfloat16}, r"DSATokenToKVPool: dtype must be float8_e4m3fn"),
         ("DSA", {"dtype": jnp.float8_e5m2}, r"DSATokenToKVPool: dtype must be float8_e4m3fn"),

@@ -65,24 +65,6 @@ def export_disabled_checks() -> list[export.DisabledSafetyCheck]:
     return [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
 
 
-def float_dtype(dtype: Any, where: str) -> np.dtype:
-    """`dtype` as a numpy dtype; ValueError unless it is one that unquantised rows may have."""
-    try:
-        parsed = jnp.dtype(dtype)
-    except TypeError:
-        parsed = None
-    if parsed is None or parsed.name not in codecs.FLOAT_DTYPES:
-        raise ValueError(f"{where}: dtype must be one of {', '.join(codecs.FLOAT_DTYPES)}, got {dtype!r}")
-    return parsed
-
-
-def only_dtype(dtype: Any, allowed: Any, where: str) -> np.dtype:
-    """`allowed` as a numpy dtype; ValueError unless `dtype` is that: quantised rows have one."""
-    if float_dtype(dtype, where) != allowed:
-        raise ValueError(f"{where}: dtype must be {jnp.dtype(allowed).name}, got {dtype!r}")
-    return jnp.dtype(allowed)
-
-
 @dataclasses.dataclass(frozen=True)
 class Pool:
     """Base of the pools.
@@ -221,6 +203,7 @@ class Pool:
                 raise IndexError(f"{door}: a traced layer_id needs a pool created with stacked=True")
             if layer_id.shape != () or not jnp.issubdtype(layer_id.dtype, jnp.integer):
                 raise IndexError(f"{door}: layer_id must be one integer, got {layer_id.dtype}{list(layer_id.shape)}")
+            layer_id = layout.ranks.reshard(layer_id, P(), like=self.arrays)
             checks.probe_layer(layer_id, first, layout.layer_num, door)
             at = (layer_id if layer_id.dtype.itemsize > 4 else layer_id.astype(jnp.int32)) - first
         else:
@@ -258,6 +241,8 @@ class Pool:
             varying = dispatch.varying_axes(loc) & set(self.layout.ranks.dcp_axis)
             if varying:
                 raise ValueError(f"{door}: {name} must be the same on all DCP ranks, it varies over {sorted(varying)}")
+        # All that a traced door probes lies on the mesh alike: checkify orders only findings of one type by time.
+        if any(isinstance(x, jax.core.Tracer) for x in (loc, *jax.tree.leaves(self.arrays))):
             loc = self.layout.ranks.reshard(loc, P(), like=self.arrays)
         elif isinstance(loc, jax.Array) and isinstance(loc.sharding, NamedSharding):
             loc = jax.device_put(loc, NamedSharding(loc.sharding.mesh, P()))

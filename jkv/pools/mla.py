@@ -7,7 +7,8 @@ from jax.typing import ArrayLike
 
 from jkv.layout import Buffer, Layout
 from jkv.pools import programs
-from jkv.pools.base import Pool, PoolOptions, Scale, float_dtype, register
+from jkv.pools.base import Pool, PoolOptions, Scale, register
+from jkv.pools.dtypes import float_dtype
 from jkv.slots import LayerId, SlotIds, positive_int
 from pallas_kernels import codecs, scatter_mla
 

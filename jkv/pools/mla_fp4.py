@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jkv.layout import Buffer, Layout
 from jkv.pools import programs
-from jkv.pools.base import PoolOptions, only_dtype, register
+from jkv.pools.base import PoolOptions, register
+from jkv.pools.dtypes import only_dtype
 from jkv.pools.mla import MLATokenToKVPool
 from jkv.slots import positive_int
 from pallas_kernels import gather_fp4, scatter_mla_fp4

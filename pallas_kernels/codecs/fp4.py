@@ -113,8 +113,13 @@ def values(code, scale):
 
 def decode(packed, scales, dtype=jnp.bfloat16):
     """Rows of `dtype` from what `encode` returned: `[..., D / 2]` and `[..., D / 16]` (also flat) to `[..., D]`."""
-    packed = packed.astype(jnp.int32)
     *lead, half = packed.shape
-    scales = scales.astype(jnp.int32).reshape(*lead, 2 * half // BLOCK)
-    code = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, BLOCK)
-    return values(code, scales[..., None]).astype(dtype).reshape(*lead, 2 * half)
+    scales = scales.astype(jnp.int32).reshape(*lead, 2 * half // BLOCK, 1)
+    packed = packed.astype(jnp.int32).reshape(*lead, 2 * half // BLOCK, BLOCK // 2)
+    even, odd = (values(code, scales) for code in (packed & 15, packed >> 4))
+    if dtype == jnp.bfloat16:  # as in `_halves`: of every value the upper half of float32 is all
+        low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in (even, odd))
+        pairs = lax.bitcast_convert_type((low >> 16) | (high & np.uint32(0xFFFF0000)), jnp.bfloat16)
+    else:
+        pairs = jnp.stack([even, odd], axis=-1).astype(dtype)
+    return pairs.reshape(*lead, 2 * half)
