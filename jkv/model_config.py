@@ -187,12 +187,12 @@ def read_model_config(path: str | pathlib.Path) -> ModelConfig:
         is due, or layers that contradict each other; with the file's name.
     """
     path = pathlib.Path(path)
-    path = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        path = path / "config.json" if path.is_dir() else path
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a JSON object")

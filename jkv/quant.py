@@ -34,7 +34,7 @@ def fp4_encode(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
     if not x.shape[-1] or x.shape[-1] % fp4.BLOCK:
         raise ValueError(f"fp4_encode: the last axis of x must be a multiple of {fp4.BLOCK}, got shape {x.shape}")
     packed, scales = _fp4_encode(x)
-    return packed, scales.reshape(*x.shape[:-2], -1)
+    return packed, scales.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1] // fp4.BLOCK)
 
 
 def fp4_decode(packed: ArrayLike, scales: ArrayLike, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -75,11 +75,11 @@ def dsa_encode(nope: ArrayLike, rope: ArrayLike | None = None, *, kv_lora_rank: 
       ValueError: shapes or dtypes that do not fit.
     """
     where = "dsa_encode"
-    nope = _floats(nope, where, "nope")
+    nope = _floats(nope, where, "nope", least=1)
     if rope is None:
         r = 512 if kv_lora_rank is None else kv_lora_rank
         nope, rope = nope[..., :r], nope[..., r:]
-    rope, r = _floats(rope, where, "rope"), nope.shape[-1]
+    rope, r = _floats(rope, where, "rope", least=1), nope.shape[-1]
     if nope.shape[:-1] != rope.shape[:-1] or r != (r if kv_lora_rank is None else kv_lora_rank):
         wanted = "alike but in the last axis" if kv_lora_rank is None else f"[..., {kv_lora_rank}] and [..., p]"
         raise ValueError(f"{where}: nope and rope must be {wanted}, got {nope.shape} and {rope.shape}")
@@ -131,7 +131,7 @@ def fp8_encode(x: ArrayLike, dtype: Any = jnp.float8_e4m3fn, scale: Any = None) 
 def _floats(x: ArrayLike, where: str, name: str, least: int = 0) -> jax.Array:
     x = jnp.asarray(x)
     if x.dtype.name not in codecs.FLOAT_DTYPES or x.ndim < least:
-        axes = f" with at least {least} axes" if least else ""
+        axes = f" with at least {least} ax{'i' if least == 1 else 'e'}s" if least else ""
         wanted = f"one of {', '.join(codecs.FLOAT_DTYPES)}{axes}"
         raise ValueError(f"{where}: {name} must be {wanted}, got {x.dtype} {x.shape}")
     return x

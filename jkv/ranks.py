@@ -75,6 +75,10 @@ class Ranks:
     def _manual_axes(self) -> set[str]:
         return set(jax.sharding.get_abstract_mesh().manual_axes)
 
+    def axes_not_manual(self) -> list[str]:
+        """The pool's axes that no shard_map around the caller has opened."""
+        return sorted({*self.dcp_axis, *filter(None, [self.tp_axis])} - self._manual_axes())
+
     def split_here(self) -> tuple[int, int]:
         """Into how many parts rows and heads are split already where the caller stands: (1, 1) outside a shard_map."""
         rows = heads = 1
@@ -87,11 +91,13 @@ class Ranks:
 
     def reshard(self, arrays, specs, like=()):
         """On an Explicit mesh, `arrays` laid out by `specs` (a prefix tree), on `like`'s mesh; else as they are."""
-        if self.mesh is None or AxisType.Explicit not in self.mesh.axis_types or self._manual_axes():
+        if self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
             return arrays
         mesh = self._mesh_of((arrays, like))
 
         explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+        if not explicit:  # in a shard_map over all of them
+            return arrays
 
         def move(spec, tree):
             sharding = NamedSharding(mesh, _only(spec, explicit))

@@ -261,3 +261,17 @@ def test_of_two_findings_in_a_scan_the_earlier_is_told(axis_type, constant_ids):
     if not constant_ids:
         with jkv.enable_checks(), pytest.raises(jkv.KVIndexError, match=r"layer 0: 1 of 3 slot ids outside"):
             jkv.checked_jit(write, raise_sync=True)(pool, np.array([0, 7], np.int32), loc, x)
+
+
+def test_rows_are_resharded_over_an_explicit_axis_that_the_callers_shard_map_leaves():
+    m = mesh(2, 2, AxisType.Explicit)
+    pool = mha(**on(2, 2, AxisType.Explicit))
+    over_dcp = jax.tree.map(lambda s: P(s[0]), pool.partition_specs(), is_leaf=lambda x: isinstance(x, P))
+    inside = jax.shard_map(
+        lambda pool, k, v: pool.set_kv_buffer(0, ids(17, 20), k, v), mesh=m, in_specs=(over_dcp, P(), P()),
+        out_specs=over_dcp, axis_names={"dcp"},
+    )  # fmt: skip
+    with jax.set_mesh(m):
+        k, v = (jax.device_put(x[1:3], NamedSharding(m, P())) for x in (K, V))
+        got = jkv.checked_jit(inside)(pool, k, v)
+    assert same(got, pool.set_kv_buffer(0, ids(17, 20), K[1:3], V[1:3]))

@@ -195,7 +195,10 @@ def test_a_ranks_part_by_itself_reads_its_rows_by_number(family, stacked, check_
 
 def test_a_part_is_a_ranks_only_where_the_pool_is_split():
     pool = POOLS["MHA"](size=8, page_size=4, layer_num=1, **on(2, 2))
-    with pytest.raises(ValueError, match=r"local \(MHA\): call it in a shard_map over all of \('dcp', 'tp'\)"):
+    with pytest.raises(ValueError, match=r"local \(MHA\): call it in a shard_map over all .* also \['dcp', 'tp'\]"):
         pool.local()
+    one = POOLS["MHA"](size=8, page_size=4, layer_num=1, **on(1, 1))
+    with pytest.raises(ValueError, match=r"also \['dcp', 'tp'\]"):
+        one.local()
     alone = POOLS["MHA"](size=8, page_size=4, layer_num=1)
     assert alone.local().slots == alone.slots

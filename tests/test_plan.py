@@ -128,6 +128,7 @@ def test_a_folder_stands_for_its_config(tmp_path):
     ("config", "message"),
     [
         ("{", "config.json: no JSON: "),
+        ("[" * 100_000, "config.json: no JSON: "),
         ("[]", "config.json: expected a JSON object"),
         ({}, "config.json: unknown model_type None; known are deepseek_v3, deepseek_v32, gemma3, .*qwen3_moe$"),
         ({"model_type": ["x"]}, r"unknown model_type \['x'\]"),

@@ -149,6 +149,9 @@ def test_fp8_codes_are_those_of_a_pool(dtype):
     [
         (lambda: quant.fp4_encode(np.zeros((2, 1, 24), np.float32)), r"fp4_encode: the last axis of x must be"),
         (lambda: quant.fp4_encode(np.zeros((2, 1, 0), np.float32)), r"a multiple of 16, got shape \(2, 1, 0\)"),
+        (lambda: quant.dsa_encode(np.float32(3)), r"dsa_encode: nope must be .* with at least 1 axis"),
+        (lambda: quant.dsa_decode(np.zeros((2, 656), np.uint8), kv_lora_rank="512"), "kv_lora_rank must be"),
+        (lambda: quant.fp8_encode(np.zeros(3), scale=1e-38), r"and 2\*\*-126 at least, got 1e-38"),
         (lambda: quant.fp4_encode(np.zeros(16, np.float32)), r"fp4_encode: x must be .* with at least 2 axes"),
         (lambda: quant.fp4_encode(np.zeros((1, 16), np.int32)), r"x must be one of .*, got int32 \(1, 16\)"),
         (lambda: quant.fp4_decode(np.zeros((2, 1, 8), np.int8), np.zeros((2, 1), np.uint8)), r"packed must be uint8"),
@@ -171,7 +174,7 @@ def test_fp8_codes_are_those_of_a_pool(dtype):
             r"must be \[..., 256\] and \[..., p\], got \(2, 128\) and \(2, 4\)",
         ),
         (lambda: quant.dsa_encode(np.zeros((2, 130), np.int8), kv_lora_rank=128), r"dsa_encode: nope must be one of"),
-        (lambda: quant.dsa_decode(np.zeros((2, 656), np.int8)), r"dsa_decode: rows must be uint8"),
+        (lambda: quant.dsa_decode(np.zeros((2, 656), np.int8)), r"rows must be uint8"),
         (lambda: quant.dsa_decode(np.zeros((2, 529), np.uint8)), r"got 512 in rows of 529 bytes"),
         (lambda: quant.fp8_encode(np.zeros(3), jnp.bfloat16), r"fp8_encode: dtype must be float8_e4m3fn or"),
         (lambda: quant.fp8_encode(np.zeros(3), scale=0.0), r"fp8_encode: scale must be positive"),
@@ -180,3 +183,12 @@ def test_fp8_codes_are_those_of_a_pool(dtype):
 def test_bad_arguments_are_named(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_no_rows_have_no_bytes():
+    packed, scales = quant.fp4_encode(np.zeros((0, 2, 32), np.float32))
+    assert (packed.shape, scales.shape) == ((0, 2, 16), (0, 4))
+    assert quant.fp4_decode(packed, scales).shape == (0, 2, 32)
+    assert (
+        quant.dsa_decode(quant.dsa_encode(np.zeros((0, 130), np.float32), kv_lora_rank=128), kv_lora_rank=128).size == 0
+    )

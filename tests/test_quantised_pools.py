@@ -351,3 +351,18 @@ def test_no_rows_are_a_no_op(family):
     alone = new(family)
     assert same(alone.set_kv_buffer(START, none, *values(alone, 0)), alone)
     assert all(x.shape[0] == 0 for x in alone.get_kv(START, none))
+
+
+@unchecked
+@every_family
+def test_a_gradient_ends_at_a_write(family):
+    pool, loc = new(family), ids(4, 5)
+
+    def loss(rows):
+        return sum((x * x).sum() for x in rows), pool.set_kv_buffer(START, loc, *rows)
+
+    rows = values(pool, 2)
+    gradient, written = jax.grad(loss, has_aux=True)(rows)
+    for g, x in zip(gradient, rows, strict=True):
+        np.testing.assert_array_equal(g, 2 * x)
+    assert same(written, pool.set_kv_buffer(START, loc, *rows))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NotRequired, Self, TypeAlias, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
+from jax import export, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -179,10 +179,10 @@ class Pool:
         Raises:
           ValueError: not in a shard_map over all of the pool's mesh axes.
         """
-        ranks = self.layout.ranks
-        if ranks.split_here() != (ranks.dcp_size, ranks.tp_size):
+        missing = self.layout.ranks.axes_not_manual()
+        if missing:
             raise ValueError(
-                f"local ({self.label}): call it in a shard_map over all of {(*ranks.dcp_axis, ranks.tp_axis)}"
+                f"local ({self.label}): call it in a shard_map over all of the pool's axes, also {missing}"
             )
         return dataclasses.replace(self, layout=self.layout.local())
 
@@ -274,7 +274,8 @@ class Pool:
             shapes: list[tuple[int, ...]] = [(n, heads, width)]
             if self.layout.buffers[0].heads == 1:
                 shapes.append((n, width))
-            values.append(codecs.as_rows(value, shapes, door, name))
+            # Words have no derivative, and kernels no rule for one: a gradient ends here.
+            values.append(lax.stop_gradient(codecs.as_rows(value, shapes, door, name)))
             padding = self.layout.padding_slot
             checks.probe_rows(values[-1], loc, door, padding_slot=padding, what=name, layer=layer_id)
         divisors = self._scales(door, scales)

@@ -107,6 +107,7 @@ def as_scale(scale, dtype, where: str, name: str) -> jax.Array | None:
     if array.shape not in ((), (1,)):
         raise ValueError(f"{where}: {name} must be a number or have shape () or (1,), got shape {array.shape}")
     # Judged as float32, which is what divides: 1e-50 is zero there and 1e300 infinite.
-    if isinstance(array, np.ndarray) and not (0 < array < np.inf).all():
-        raise ValueError(f"{where}: {name} must be positive and finite in float32, got {scale}")
+    # A subnormal one would be flushed to zero.
+    if isinstance(array, np.ndarray) and not (np.finfo(np.float32).tiny <= array < np.inf).all():
+        raise ValueError(f"{where}: {name} must be positive and finite in float32, and 2**-126 at least, got {scale}")
     return jnp.asarray(array).reshape(())

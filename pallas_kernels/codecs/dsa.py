@@ -5,7 +5,8 @@ them, and the p rotary elements (rope) in bfloat16; r = 512 and p = 64 give 656 
 decoding, which SGLang's pools keep). A tile's scale is `amax / 448` in IEEE float32, and a code that of `x / scale`.
 
 What is not finite: a NaN becomes the NaN of e4m3, itself only. An infinity counts as the largest float32. A tile whose
-scale would be less than 2**-126, zeros among them, is stored as zeros.
+scale would be less than 2**-126, zeros among them, is stored as zeros, and so may be elements below 2**-126 in others
+(they are on backends that flush subnormals).
 """
 
 import jax.numpy as jnp
@@ -26,8 +27,8 @@ def row_bytes(kv_lora_rank: int, rope_dim: int) -> int:
 
 def rope_dim(width: int, kv_lora_rank: int, where: str) -> int:
     """The p of packed rows of `width` bytes. ValueError where there is none."""
-    rope = width - row_bytes(kv_lora_rank, 0)
-    if kv_lora_rank < TILE or kv_lora_rank % TILE or rope < 2 or rope % 2:
+    rope = width - row_bytes(kv_lora_rank, 0) if isinstance(kv_lora_rank, int | np.integer) else 0
+    if rope < 2 or rope % 2 or kv_lora_rank < TILE or kv_lora_rank % TILE:
         wanted = f"kv_lora_rank must be a multiple of {TILE}, and a row of it, its scales and a bfloat16 rope"
         raise ValueError(f"{where}: {wanted}; got {kv_lora_rank} in rows of {width} bytes")
     return rope // 2
