@@ -98,6 +98,7 @@ def test_the_latent_table_orders_the_formats():
     assert {q.title: q.bytes_per_token for q in found}["DSA"] == 4 * 656
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_the_command_measures_the_real_model(tmp_path, capsys: pytest.CaptureFixture[str]):
     target = tmp_path / "out.json"
