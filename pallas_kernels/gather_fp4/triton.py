@@ -2,8 +2,8 @@
 
 import math
 
-from pallas_kernels import triton_quant
 from pallas_kernels.codecs import fp4
+from pallas_kernels.triton import quant
 
 
 def _plan(buffers, scale_buffers, split):
@@ -15,20 +15,20 @@ def _plan(buffers, scale_buffers, split):
         starts = [0, parts[0] // fp4.BLOCK][: len(parts)]
         widths += parts
         to += [(i, start) for start in starts]
-    runs = triton_quant.fp4_runs(widths, to, [b.shape[-1] for b in scale_buffers])
+    runs = quant.fp4_runs(widths, to, [b.shape[-1] for b in scale_buffers])
     word = {run.buffers[1]: run.scale_word for run in runs}
     return runs, widths, [4] * len(buffers) + [word[len(buffers) + i] for i in range(len(buffers))]
 
 
 def unsupported(buffers, scale_buffers, loc, *, dtype, split=None, config=None, **_):
     runs, _, words = _plan(buffers, scale_buffers, split)
-    return triton_quant.refusal([*buffers, *scale_buffers], words, runs, [dtype], config)
+    return quant.refusal([*buffers, *scale_buffers], words, runs, [dtype], config)
 
 
 def gather_fp4(buffers, scale_buffers, loc, *, dtype, layer, split, config, interpret, **slots):
     runs, widths, words = _plan(buffers, scale_buffers, split)
     options = {"dtype": dtype, "layer": layer, "slots": slots, "config": config, "interpret": interpret}
-    parts = triton_quant.gather("gather_fp4", [*buffers, *scale_buffers], words, loc, runs, widths, **options)
+    parts = quant.gather("gather_fp4", [*buffers, *scale_buffers], words, loc, runs, widths, **options)
     n, heads = loc.shape[0], [b.shape[-2] for b in buffers]
     if len(parts) > len(buffers):
         pairs = zip(parts[::2], parts[1::2], strict=True)

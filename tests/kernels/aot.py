@@ -330,17 +330,18 @@ def planted(fault: str | None) -> Iterator[None]:
     import jax
 
     from pallas_kernels import triton
+    from pallas_kernels.triton import rows
 
     if fault != "32-bit offset":
         raise ValueError(f"no fault {fault!r}")
-    kept = triton._word_bytes, triton.refusal
-    triton._word_bytes = lambda buffers, columns, lead: [b.dtype.itemsize for b in buffers]
+    kept = rows._word_bytes, triton.refusal
+    rows._word_bytes = lambda buffers, columns, lead: [b.dtype.itemsize for b in buffers]
     triton.refusal = lambda *args: None
     jax.clear_caches()
     try:
         yield
     finally:
-        triton._word_bytes, triton.refusal = kept
+        rows._word_bytes, triton.refusal = kept
         jax.clear_caches()
 
 

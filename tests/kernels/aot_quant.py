@@ -18,9 +18,9 @@ def planted(fault: str | None) -> Iterator[None]:
     import numpy as np
     from jax import lax
 
-    from pallas_kernels import triton
+    from pallas_kernels.triton import launch
 
-    right = triton.locate
+    right = launch.locate
 
     def locate(*args: Any) -> tuple[Any, ...]:
         """The row by way of the number of its byte, in 32 bits."""
@@ -31,11 +31,11 @@ def planted(fault: str | None) -> Iterator[None]:
         raise ValueError(f"no fault {fault!r}")
     if fault is not None:
         jax.clear_caches()
-        triton.locate = locate
+        launch.locate = locate
     try:
         yield
     finally:
-        triton.locate = right
+        launch.locate = right
         if fault is not None:
             jax.clear_caches()
 

@@ -14,8 +14,9 @@ from calls import Slots
 from test_faults import FAULTS, missing_filter, written_padding
 
 import pallas_kernels
-from pallas_kernels import dispatch, index, triton, triton_quant
+from pallas_kernels import dispatch, index
 from pallas_kernels.dispatch import KernelConfig
+from pallas_kernels.triton import launch, quant
 
 ROWS = {rows.kind: rows for rows in map(quant_specs.named, ("one-block", "tiny-mla-fp4", "tiny-dsa"))}
 
@@ -44,7 +45,7 @@ def test_every_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch, kind: st
 
 @pytest.mark.parametrize("kind", ["kv", "mla"])
 def test_scales_that_are_written_without_the_filter_are_caught(monkeypatch: pytest.MonkeyPatch, kind: str):
-    locate, store, everywhere = triton.locate, triton_quant.Tiles.store, []
+    locate, store, everywhere = launch.locate, quant.Tiles.store, []
 
     def locate_both(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -53,13 +54,13 @@ def test_scales_that_are_written_without_the_filter_are_caught(monkeypatch: pyte
         everywhere[:] = [(layer, row), here]
         return locate(*args)
 
-    def store_scales_anywhere(tiles: triton_quant.Tiles, array: int, start: int, tile: Any) -> None:
+    def store_scales_anywhere(tiles: quant.Tiles, array: int, start: int, tile: Any) -> None:
         if 2 * array >= len(tiles.targets):
             tiles = dataclasses.replace(tiles, target_row=everywhere[0], stored=everywhere[1])
         store(tiles, array, start, tile)
 
-    monkeypatch.setattr(triton, "locate", locate_both)
-    monkeypatch.setattr(triton_quant.Tiles, "store", store_scales_anywhere)
+    monkeypatch.setattr(launch, "locate", locate_both)
+    monkeypatch.setattr(quant.Tiles, "store", store_scales_anywhere)
     scales = len(ROWS[kind].buffers) // 2
     with (
         dispatch.use("triton", interpret=True),

@@ -19,9 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import codecs, dispatch, triton
+from pallas_kernels import codecs, dispatch
 from pallas_kernels.codecs import dsa, fp4, fp8_cast
 from pallas_kernels.dispatch import KernelConfig
+from pallas_kernels.triton import launch
 
 FLOATS = ("float32", "bfloat16", "float16")
 _THREAD_ELEMENTS = 32  # of a run, at most: four words of FP4 codes
@@ -52,13 +53,13 @@ class Tiles:
 
     def load(self, array: int, start: int, width: int) -> jax.Array:
         """Zeros where a row is not read."""
-        window = triton.window(self.sources[array], *self.source_row, start, width)
+        window = launch.window(self.sources[array], *self.source_row, start, width)
         mask = jnp.broadcast_to(self.loaded[:, None], (self.rows, width))
         return plgpu.load(window, mask=mask, other=0)
 
     def store(self, array: int, start: int, tile: jax.Array) -> None:
         """Where a row is written."""
-        window = triton.window(self.targets[array], *self.target_row, start, tile.shape[1])
+        window = launch.window(self.targets[array], *self.target_row, start, tile.shape[1])
         plgpu.store(window, tile, mask=jnp.broadcast_to(self.stored[:, None], tile.shape))
 
 
@@ -149,7 +150,7 @@ class LatentRun(Run):
         """See `codecs.dsa`."""
         x = loaded.reshape(tiles.rows, self.count, dsa.TILE // 4, 4)
         scale = dsa.scales(dsa.magnitudes(x).max(axis=3).max(axis=2))
-        exact = codecs.exact_div if tiles.interpret else triton.divide
+        exact = codecs.exact_div if tiles.interpret else launch.divide
         code = dsa.codes(x, scale[:, :, None, None], exact if x.dtype == jnp.float32 else fp8_cast.divide)
         tiles.store(self.buffers[0], 32 * self.to, _pack(code, 8).reshape(tiles.rows, -1))
         tiles.store(self.buffers[0], self.scales + self.to, lax.bitcast_convert_type(scale, jnp.uint32))
@@ -254,7 +255,7 @@ def refusal(
     longest = max(run.elements for run in runs)
     if longest > _ROW_ELEMENTS:
         return f"rows of {longest} elements pass {_ROW_ELEMENTS}"
-    return triton.refusal_of_config(config) or triton.refusal_of_words(buffers, words)
+    return launch.refusal_of_config(config) or launch.refusal_of_words(buffers, words)
 
 
 def refusal_of_dsa(kv_buffer: Any, kv_lora_rank: int, floats: Sequence[Any], config: KernelConfig | None) -> str | None:
@@ -272,7 +273,7 @@ def plan(runs: Sequence[Run], n: int, config: KernelConfig) -> tuple[int, int]:
     else fewer, down to `_PART_ELEMENTS`, so that more threads share the work.
     """
     longest = 1 << (max(run.elements for run in runs).bit_length() - 1)
-    cores = triton.multiprocessors()
+    cores = launch.multiprocessors()
     each = _THREAD_ELEMENTS
     while each > _PART_ELEMENTS and n * longest < cores * 1024 * each:
         each //= 2
@@ -333,8 +334,8 @@ def _launch(name, buffers, words, loc, runs, dense, widths, *, layer, slots, con
     axes = dispatch.varying_axes(buffers, loc, dense, list(traced.values()))
     if n == 0:  # a launch of no programs is an error
         nothing = buffers if scattering else [jnp.zeros((0, width), dtype) for width in widths]
-        return tuple(triton.vary(x, axes) for x in nothing)
-    views = [triton.vary(triton.to_words(b, (layers, count, -1), w), axes) for b, w in zip(buffers, words, strict=True)]
+        return tuple(launch.vary(x, axes) for x in nothing)
+    views = [launch.vary(launch.to_words(b, (layers, count, -1), w), axes) for b, w in zip(buffers, words, strict=True)]
     if scattering:
         arrays = [d.reshape(1, n, -1) for d in dense]
         out = [dispatch.result_type(v.shape, v.dtype, axes) for v in views]
@@ -350,7 +351,7 @@ def _launch(name, buffers, words, loc, runs, dense, widths, *, layer, slots, con
         zero = pl.program_id(0) * 0  # the interpreter knows no literal indices
         values = scalars | {k: plgpu.load(ref.at[zero]) for k, ref in zip(traced, given, strict=True)}
         ids = slots | {"dcp_rank": values["rank"]}
-        token, live, row, here, at = triton.locate(loc_ref, rows, n, values["layer"], layers, count, ids)
+        token, live, row, here, at = launch.locate(loc_ref, rows, n, values["layer"], layers, count, ids)
         there, places = (zero, token), (at, row)
         if scattering:
             # Without other ranks nearly every row is here: not to wait for the ids saves a round trip to memory.
@@ -368,9 +369,9 @@ def _launch(name, buffers, words, loc, runs, dense, widths, *, layer, slots, con
 
     grid = (pl.cdiv(n, rows),)
     aliased = len(views) if scattering else 0
-    results = triton.call(name, kernel, operands, out, grid, warps, aliased=aliased, interpret=interpret)
+    results = launch.call(name, kernel, operands, out, grid, warps, aliased=aliased, interpret=interpret)
     if scattering:
-        return tuple(triton.from_words(r, b.shape, b.dtype) for r, b in zip(results, buffers, strict=True))
+        return tuple(launch.from_words(r, b.shape, b.dtype) for r, b in zip(results, buffers, strict=True))
     return tuple(r.reshape(n, -1) for r in results)
 
 

@@ -1,13 +1,10 @@
-"""What the triton kernels share: rows between dense arrays and buffers, as tiles of Pallas' Triton backend.
+"""Rows between dense arrays and buffers, as tiles of Pallas' Triton backend, cast where they differ.
 
 A program moves a few rows. It loads their slot ids, finds which of the rows are here, loads all their words and then
 stores them, every access masked by that test. A tile is `[rows, words]` with a power of two of words, so that a row of
 576 is two tiles, 512 and 64: every word is stored once, and nothing beside the row is touched.
-
-JAX deprecates this backend. To drop it, delete this file, the ops' `triton.py`, and the name in `dispatch`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,21 +15,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import codecs, dispatch, index
+from pallas_kernels import codecs, dispatch
 from pallas_kernels.codecs import fp8, fp8_cast
 from pallas_kernels.dispatch import KernelConfig
+from pallas_kernels.triton import launch
+from pallas_kernels.triton.launch import (
+    MOST_ROWS,
+    MOST_WARPS,
+    as_dtype,
+    call,
+    divide,
+    from_words,
+    multiprocessors,
+    refusal_of_config,
+    refusal_of_words,
+    to_words,
+    uint,
+    vary,
+    window,
+)
 
 _WARP_BYTES = 32 * 16  # of one instruction: 16 for each lane, the widest access
 _PROGRAM_BYTES = 16 << 10  # loaded by a program where there are rows enough: 128 bytes for each of 128 threads
 _THREAD_BYTES = 256  # at most loaded by a thread before it stores; beyond, registers run out
 _TILE_BYTES = 128  # at most a thread's part of a tile
 _ROW_BYTES = 128 << 10  # at most of one range of a row
-_MOST_ROWS, _MOST_WARPS = 128, 16
-_MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}  # by compute capability
 _UNMOVED = ("bool", "complex", "int2", "uint2", "int4", "uint4", "float4", "float6")
 
 
@@ -83,32 +93,6 @@ def refusal(
         if c.width * max(c.dense.itemsize, c.stored.itemsize) > _ROW_BYTES:
             return f"rows of {c.width} {c.dense} pass {_ROW_BYTES} bytes"
     return refusal_of_words(buffers, _word_bytes(buffers, columns, lead))
-
-
-def refusal_of_config(config: KernelConfig | None) -> str | None:
-    """Why a triton kernel cannot follow `config`, or None."""
-    config = config or KernelConfig()
-    if config.stages is not None:
-        return "config.stages is for mosaic"
-    for name, most in (("rows", _MOST_ROWS), ("warps", _MOST_WARPS)):
-        value = getattr(config, name)
-        if value is not None and not (0 < value <= most and value & (value - 1) == 0):
-            return f"config.{name} must be a power of two up to {most}, got {value}"
-    return None
-
-
-def refusal_of_words(buffers: Sequence[Any], words: Sequence[int]) -> str | None:
-    """Why buffers cannot be addressed by words of so many bytes, or None."""
-    for buffer, word in zip(buffers, words, strict=True):
-        # The backend counts offsets in signed 32-bit words up to 2**32 bytes, and in 64-bit ones beyond.
-        if word == 1 and 2**31 < buffer.size <= 2**32:
-            return f"it would address {buffer.size} single bytes in 32 bits"
-    return None
-
-
-def multiprocessors() -> int:
-    """Of the chip that the program being traced is for; those of an H100 where that is not known."""
-    return _MULTIPROCESSORS.get(dispatch.compute_capability(dispatch.device_kind()) or 0, 132)
 
 
 def _word_bytes(buffers: Sequence[Any], columns: Sequence[Columns], lead: int) -> list[int]:
@@ -165,7 +149,7 @@ class _Piece:
 
 
 def _encoder(c: Columns) -> Callable[..., jax.Array]:
-    return lambda tile, scale, divide: codecs.to_words(_as(tile, c.dense), c.stored, scale, divide)
+    return lambda tile, scale, divide: codecs.to_words(as_dtype(tile, c.dense), c.stored, scale, divide)
 
 
 def _pair_encoder(c: Columns) -> Callable[..., jax.Array]:
@@ -173,46 +157,12 @@ def _pair_encoder(c: Columns) -> Callable[..., jax.Array]:
 
     def encode(tile, scale, divide):
         del divide  # these sources need no full one
-        halves = (_as(half.astype(jnp.uint16), c.dense) for half in (tile, tile >> 16))
+        halves = (as_dtype(half.astype(jnp.uint16), c.dense) for half in (tile, tile >> 16))
         floats = (x.astype(jnp.float32) if scale is None else fp8_cast.divide(x, scale) for x in halves)
         low, high = (fp8.codes(x, c.stored) for x in floats)
         return (low | (high << 8)).astype(jnp.uint16)
 
     return encode
-
-
-def divide(x, scale):
-    """IEEE float32: a plain division compiles to `div.full.f32`, which is off by up to two ulp."""
-    args = [x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape)]
-    shape = [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
-    return plgpu.elementwise_inline_asm(
-        "div.rn.f32 $0, $1, $2;", args=args, constraints="=f,f,f", pack=1, result_shape_dtypes=shape
-    )[0]
-
-
-def _as(words, dtype):
-    return lax.bitcast_convert_type(words, dtype)
-
-
-def _uint(size: int) -> np.dtype:
-    return jnp.dtype(f"uint{8 * size}")
-
-
-def to_words(x, shape: tuple[int, ...], size: int):
-    """The bits of `x` as words of `size` bytes in `shape`, whose last axis is -1; on a GPU a view."""
-    own, lead = x.dtype.itemsize, len(shape) - 1
-    x = _as(x, _uint(own)).reshape(*shape)
-    if size > own:
-        x = x.reshape(*x.shape[:lead], -1, size // own)
-    return _as(x, _uint(size)).reshape(*x.shape[:lead], -1)
-
-
-def from_words(words, shape: tuple[int, ...], dtype):
-    """The inverse of `to_words`."""
-    own, size = jnp.dtype(dtype).itemsize, words.dtype.itemsize
-    if size < own:
-        words = words.reshape(*words.shape[:-1], -1, own // size)
-    return _as(_as(words, _uint(own)).reshape(shape), dtype)
 
 
 def plan(pieces: Sequence[_Piece], n: int, apart: bool, copies: int, config: KernelConfig) -> tuple[int, int]:
@@ -235,10 +185,10 @@ def plan(pieces: Sequence[_Piece], n: int, apart: bool, copies: int, config: Ker
         fewest = min(1 << ((_WARP_BYTES - 1) // widest).bit_length(), 32)
         most = max(1 << max(round(math.log2(_PROGRAM_BYTES / row)), 0), fewest)
         spread = max(n * copies // (4 * cores), 1)
-        rows = min(max(1 << (spread.bit_length() - 1), fewest), most, _MOST_ROWS)
+        rows = min(max(1 << (spread.bit_length() - 1), fewest), most, MOST_ROWS)
     if warps is None:
         warps = min(1 << (max(rows * narrowest // _WARP_BYTES, 1).bit_length() - 1), 4)
-        while rows * row > _THREAD_BYTES * 32 * warps and warps < _MOST_WARPS:
+        while rows * row > _THREAD_BYTES * 32 * warps and warps < MOST_WARPS:
             warps *= 2
     return rows, warps
 
@@ -259,34 +209,6 @@ def _batches(
             batch.append((i, start, width))
             room -= need
     yield batch
-
-
-def locate(loc_ref, rows: int, n: int, layer: Any, layers: int, count: int, slots: dict[str, Any]) -> tuple[Any, ...]:
-    """In a kernel: where the rows of this program are.
-
-    Args:
-      rows: of a program. n: rows of the call.
-      layer: a number, possibly traced, or None for the only one. layers, count: how many there are, and rows of each.
-      slots: options of `index.local_row`.
-
-    Returns:
-      For each row its number in the call and whether it is one, its row in the buffers and whether it is here, where
-      all others are masked; and the layer.
-    """
-    token = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
-    live = token < n
-    loc = plgpu.load(loc_ref.at[token], mask=live)
-    row = index.local_row(loc, count, **slots)
-    here = live & (row >= 0)
-    zero = pl.program_id(0) * 0  # the interpreter knows no literal indices
-    if layer is None:
-        layer = zero
-    else:
-        layer = zero + layer
-        inside = (layer >= 0) & (layer < layers)
-        here, layer = here & inside, jnp.where(inside, layer, 0).astype(jnp.int32)
-    # What is not here is masked. Its row lies past the end for an interpreter, which drops that, masked or not.
-    return token, live, jnp.where(here, row, count).astype(jnp.int32), here, layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +234,7 @@ class _Launch:
         values = self.scalars | {name: plgpu.load(ref.at[zero]) for name, ref in scalar_refs.items()}
         group = pl.program_id(1) if self.over == "layers" else zero
         slots, layer = self.slots | {"dcp_rank": values["rank"]}, values["layer"]
-        token, live, row, here, layer = locate(loc_ref, self.rows, self.n, layer, self.layers, self.count, slots)
+        token, live, row, here, layer = launch.locate(loc_ref, self.rows, self.n, layer, self.layers, self.count, slots)
         layer = group if self.over == "layers" else layer
 
         def in_dense(i: int, start: int, width: int):
@@ -345,11 +267,6 @@ class _Launch:
             return run(range(len(self.pieces)))
         for i in range(len(self.pieces)):
             pl.when(pl.program_id(1) == i)(functools.partial(run, [i]))
-
-
-def window(ref, first, row, start: int, width: int):
-    """In a kernel: `[rows, width]` of a `[first, row, column]` reference."""
-    return ref.at[first, row[:, None], (start + lax.iota(jnp.int32, width))[None, :]]
 
 
 def move(
@@ -392,7 +309,7 @@ def move(
     words = _word_bytes(buffers, columns, 1 + stacked)
     pieces = [_Piece.of(c, words[c.buffer]) for c in columns]
     views = [vary(to_words(b, (layers, count, -1), w), axes) for b, w in zip(buffers, words, strict=True)]
-    arrays, out = [], [dispatch.result_type((groups, n, p.width), _uint(p.word_bytes), axes) for p in pieces]
+    arrays, out = [], [dispatch.result_type((groups, n, p.width), uint(p.word_bytes), axes) for p in pieces]
     if dense is not None:
         out = [dispatch.result_type(v.shape, v.dtype, axes) for v in views]
         arrays = [to_words(d, (groups, n, -1), p.dense_bytes) for d, p in zip(dense, pieces, strict=True)]
@@ -400,13 +317,13 @@ def move(
     copies = len(pieces) if over == "columns" else groups
     rows, warps = plan(pieces, n, over == "columns", copies, config)
     exact = codecs.exact_div if interpret else divide
-    launch = _Launch(pieces, n, layers, count, scattering, over, rows, warps, slots, scalars, exact)
+    kernels = _Launch(pieces, n, layers, count, scattering, over, rows, warps, slots, scalars, exact)
 
     def kernel(loc_ref, *refs):
         ends = np.cumsum([0, len(traced), len(arrays), len(views), len(out)])
         given, arrays_in, views_in, results = (refs[a:b] for a, b in itertools.pairwise(ends))
         sides = (arrays_in, results) if scattering else (results, views_in)
-        launch.kernel(loc_ref, dict(zip(traced, given, strict=True)), *sides)
+        kernels.kernel(loc_ref, dict(zip(traced, given, strict=True)), *sides)
 
     grid = pl.cdiv(n, rows), copies
     results = call(
@@ -415,36 +332,3 @@ def move(
     if scattering:
         return tuple(from_words(r, b.shape, b.dtype) for r, b in zip(results, buffers, strict=True))
     return tuple(from_words(r, s, c.stored) for r, s, c in zip(results, shapes, columns, strict=True))
-
-
-def call(
-    name: str,
-    kernel: Callable[..., None],
-    operands: Sequence[Any],
-    out: Sequence[Any],
-    grid: tuple[int, ...],
-    warps: int,
-    *,
-    aliased: int,
-    interpret: bool,
-) -> Sequence[jax.Array]:
-    """Runs a kernel on references to whole arrays. The last `aliased` operands become the results, in place."""
-    first = len(operands) - aliased
-    with contextlib.nullcontext() if interpret else dispatch.for_gpu():
-        return pl.pallas_call(
-            kernel,
-            grid=grid,
-            in_specs=[pl.no_block_spec] * len(operands),
-            out_specs=[pl.no_block_spec] * len(out),
-            out_shape=out,
-            input_output_aliases={first + i: i for i in range(aliased)},
-            compiler_params=plgpu.CompilerParams(num_warps=warps),
-            interpret=interpret,
-            name=name,
-        )(*operands)
-
-
-def vary(x, axes: frozenset):
-    """`x` as varying over these axes of a shard_map that checks them."""
-    missing = axes - dispatch.varying_axes(x)
-    return lax.pcast(x, tuple(missing), to="varying") if missing else x
