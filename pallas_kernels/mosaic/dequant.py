@@ -19,11 +19,21 @@ from jax.experimental import pallas as pl
 from pallas_kernels.codecs import dsa, fp4
 from pallas_kernels.dispatch import KernelConfig
 from pallas_kernels.mosaic.launch import Batch, Launch, Refs, fetch, finish_copies, load, plgpu, store, zeros
-from pallas_kernels.mosaic.plan import SHARED_BYTES, THREADS, Columns, Plan, refusal, staged_rows
-from pallas_kernels.mosaic.units import SHARING, digits, load_rows, row_each, row_each_few, send_row, spread, store_rows
-
-FLOATS = ("float32", "bfloat16", "float16")
-_WORDS = {1: jnp.uint8, 4: jnp.uint32}
+from pallas_kernels.mosaic.plan import THREADS, Columns, Plan, staged_rows
+from pallas_kernels.mosaic.units import (
+    FLOATS,
+    SHARING,
+    block_columns,
+    digits,
+    load_rows,
+    memory,
+    refusal_of_rows,
+    row_each,
+    row_each_few,
+    send_row,
+    spread,
+    store_rows,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +64,7 @@ class Part:
     def shared(self, rows: int) -> tuple[list[Any], Any]:
         """Shared memory for so many rows: for what is taken, and for floats."""
         units = -(-rows * self.count // self.chunk) * self.chunk
-        taken = [plgpu.SMEM((units * (c.width // self.count),), _WORDS[c.buffer_bytes]) for c in self.taken]
-        return taken, plgpu.SMEM((units * self.unit,), self.dtype)
+        return memory(self.taken, units, self.count), plgpu.SMEM((units * self.unit,), self.dtype)
 
     def decode(self, taken: Sequence[Any], to: Any, first: Any, interpret: bool) -> None:
         """Makes floats of a chunk of units from unit `first` on."""
@@ -70,8 +79,7 @@ class Blocks(Part):
     @classmethod
     def of(cls, codes: int, scales: int, start: int, count: int, row_blocks: int, dtype: Any) -> "Blocks":
         """So many blocks from block `start` on of the rows of these buffers."""
-        words = Columns(codes, 2 * start, 2 * count, 2 * row_blocks, 4, 4)
-        return cls((words, Columns(scales, start, count, row_blocks, 1, 1)), count, dtype)
+        return cls(block_columns(codes, scales, start, count, row_blocks), count, dtype)
 
     def decode(self, taken: Sequence[Any], to: Any, first: Any, interpret: bool) -> None:
         """See `codecs.fp4`: a block each thread."""
@@ -176,17 +184,10 @@ def gather(
 
 def refusal_of(parts: Sequence[Part], config: KernelConfig | None, *operands: Any) -> str | None:
     """Why `gather` cannot make these parts of `operands` (trees of arrays, or of their stand-ins), or None."""
-    config = config or KernelConfig()
     for part in parts:
         if jnp.dtype(part.dtype).name not in FLOATS:
             return f"it reads as {', '.join(FLOATS)}, not {jnp.dtype(part.dtype)}"
-    if config.stages == 0:
-        return "config.stages must be 1: rows are multiplied out in shared memory"
-    rows = config.rows or 1
-    needed = rows * sum(part.row_bytes for part in parts)
-    if needed > SHARED_BYTES:
-        return f"{rows} rows need {needed} bytes of shared memory, more than {SHARED_BYTES}"
-    return refusal((), config, *operands)
+    return refusal_of_rows(sum(part.row_bytes for part in parts), config, "multiplied out", *operands)
 
 
 def _take(refs: Refs, batch: Batch, columns: Sequence[Columns]) -> None:

@@ -23,12 +23,16 @@ from jax.experimental import pallas as pl
 from pallas_kernels.codecs import dsa, fp4, fp8_cast
 from pallas_kernels.dispatch import KernelConfig
 from pallas_kernels.mosaic.launch import Batch, Launch, Refs, fetch, finish_copies, plgpu, store
-from pallas_kernels.mosaic.plan import SHARED_BYTES, THREADS, Columns, Plan, flat, refusal, staged_rows
+from pallas_kernels.mosaic.plan import THREADS, Columns, Plan, flat, staged_rows
 from pallas_kernels.mosaic.units import (
+    FLOATS,
     SHARING,
+    block_columns,
     bytes_of,
     load_rows,
+    memory,
     reduce,
+    refusal_of_rows,
     row_each,
     row_each_few,
     send_row,
@@ -36,9 +40,6 @@ from pallas_kernels.mosaic.units import (
     store_rows,
     words_of,
 )
-
-SOURCES = ("float32", "bfloat16", "float16")
-_WORDS = {1: jnp.uint8, 4: jnp.uint32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Part:
     def shared(self, rows: int) -> tuple[Any, list[Any]]:
         """Shared memory for so many rows: for what comes, None where that is what is made, and for what is made."""
         units = self.units(rows)
-        made = [plgpu.SMEM((units * (c.width // self.count),), _WORDS[c.buffer_bytes]) for c in self.made]
-        return None if self.direct else plgpu.SMEM((units * self.unit,), self.rows.dtype), made
+        raw = None if self.direct else plgpu.SMEM((units * self.unit,), self.rows.dtype)
+        return raw, memory(self.made, units, self.count)
 
     def encode(self, raw: Any, made: Sequence[Any], first: Any, interpret: bool) -> None:
         """Makes of a chunk of units, from unit `first` on, what `made` holds."""
@@ -104,8 +105,7 @@ class Blocks(Part):
     def of(cls, rows: Any, codes: int, scales: int, start: int, row_blocks: int) -> "Blocks":
         """All of `rows`, to the blocks from `start` on of the rows of these buffers."""
         count = math.prod(rows.shape[1:]) // fp4.BLOCK
-        words = Columns(codes, 2 * start, 2 * count, 2 * row_blocks, 4, 4)
-        return cls(rows, 0, count, (words, Columns(scales, start, count, row_blocks, 1, 1)))
+        return cls(rows, 0, count, block_columns(codes, scales, start, count, row_blocks))
 
     def encode(self, raw: Any, made: Sequence[Any], first: Any, interpret: bool) -> None:
         """See `codecs.fp4`: a block each thread."""
@@ -263,19 +263,12 @@ def scatter_fp4(
 
 def refusal_of(parts: Sequence[Part], config: KernelConfig | None, *operands: Any) -> str | None:
     """Why `scatter` cannot take these parts of `operands` (trees of arrays, or of their stand-ins), or None."""
-    config = config or KernelConfig()
     for part in parts:
-        if part.rows.dtype.name not in SOURCES:
-            return f"it quantises {', '.join(SOURCES)}, not {part.rows.dtype}"
+        if part.rows.dtype.name not in FLOATS:
+            return f"it quantises {', '.join(FLOATS)}, not {part.rows.dtype}"
         if any(x * part.rows.dtype.itemsize % 16 for x in (part.at, part.width, math.prod(part.rows.shape[1:]))):
             return f"bulk copies move multiples of 16 bytes, not {part.width} elements of {part.rows.dtype} rows"
-    if config.stages == 0:
-        return "config.stages must be 1: rows are quantised in shared memory"
-    rows = config.rows or 1
-    needed = rows * sum(part.row_bytes for part in parts)
-    if needed > SHARED_BYTES:
-        return f"{rows} rows need {needed} bytes of shared memory, more than {SHARED_BYTES}"
-    return refusal((), config, *operands)
+    return refusal_of_rows(sum(part.row_bytes for part in parts), config, "quantised", *operands)
 
 
 def _places(rows: Sequence[Any]) -> tuple[list[Any], Any]:

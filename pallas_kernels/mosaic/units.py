@@ -1,6 +1,7 @@
 """Units of rows that share a scale, between shared memory and the registers of a block, and how they lie in both."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,11 +10,35 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.dispatch import KernelConfig
 from pallas_kernels.mosaic.launch import load, plgpu, store
-from pallas_kernels.mosaic.plan import Columns
+from pallas_kernels.mosaic.plan import SHARED_BYTES, Columns, refusal
 
-_WARPS, _LANES = 4, 32
+FLOATS = ("float32", "bfloat16", "float16")
 SHARING = 16  # threads of a tile, 8 elements each
+_WARPS, _LANES = 4, 32
+_WORDS = {1: jnp.uint8, 4: jnp.uint32}
+
+
+def block_columns(codes: int, scales: int, start: int, count: int, row_blocks: int) -> tuple[Columns, Columns]:
+    """What FP4 blocks are of the rows of these two buffers, from block `start` on: words of codes, and scale bytes."""
+    return Columns(codes, 2 * start, 2 * count, 2 * row_blocks, 4, 4), Columns(scales, start, count, row_blocks, 1, 1)
+
+
+def memory(columns: Sequence[Columns], units: int, count: int) -> list[Any]:
+    """Shared memory for the columns of so many units, `count` of which make a row."""
+    return [plgpu.SMEM((units * (c.width // count),), _WORDS[c.buffer_bytes]) for c in columns]
+
+
+def refusal_of_rows(row_bytes: int, config: KernelConfig | None, work: str, *operands: Any) -> str | None:
+    """Why rows that take so many bytes of shared memory cannot be worked on there (`work` says how), or None."""
+    config = config or KernelConfig()
+    if config.stages == 0:
+        return f"config.stages must be 1: rows are {work} in shared memory"
+    rows = config.rows or 1
+    if rows * row_bytes > SHARED_BYTES:
+        return f"{rows} rows need {rows * row_bytes} bytes of shared memory, more than {SHARED_BYTES}"
+    return refusal((), config, *operands)
 
 
 def words_of(buffer: jax.Array, lead: int) -> jax.Array:
