@@ -1,9 +1,10 @@
-"""Runs `aot` and `aot_mosaic` for the tests, and keeps what came out for the next run.
+"""Runs `aot` and its kin for the tests, and keeps what came out for the next run.
 
 It is kept in the temporary directory, under a hash of the sources and of JAX's version, so that only what changed is
 compiled again.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from aot import ROOT, Call, environment
 
 # What decides on a compilation, beside the library: the program and what it imports.
@@ -79,3 +81,26 @@ def compile_calls(program: str, chip: str, calls: Sequence[Call], seconds: int) 
         for c, result in zip(missing, json.loads(done.stdout), strict=True):
             kept[c].write_text(json.dumps(result))
     return {c: json.loads(path.read_text()) for c, path in kept.items()}
+
+
+class Facts:
+    """What comes out of a program's calls, by chip. From the first question on all are compiled, `chips` at a time."""
+
+    def __init__(self, program: str, calls: dict[str, list[Call]], seconds: int, chips: int = 2) -> None:
+        self._program, self._calls, self._seconds, self._chips = program, calls, seconds, chips
+
+    @functools.cached_property
+    def _compiling(self) -> dict[str, concurrent.futures.Future]:
+        pool = concurrent.futures.ThreadPoolExecutor(self._chips)
+        return {
+            chip: pool.submit(compile_calls, self._program, chip, calls, self._seconds)
+            for chip, calls in self._calls.items()
+        }
+
+    def __call__(self, chip: str, call: Call) -> dict[str, Any]:
+        """The facts of a call; skips the test where nothing can be compiled here."""
+        if reason := plugin():
+            pytest.skip(reason)
+        found = dict(self._compiling[chip].result()[call])
+        assert "error" not in found, found["error"]
+        return found

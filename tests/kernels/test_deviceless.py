@@ -4,8 +4,6 @@ One process compiles all calls for a chip.
 """
 
 import collections
-import concurrent.futures
-import functools
 import itertools
 import re
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import quant_specs
 import specs
 from aot import CHIPS, LAYERS, Call
-from compiled import compile_calls, plugin
+from compiled import Facts
 
 from pallas_kernels import dispatch
 
@@ -119,25 +117,7 @@ CALLS = {
 }
 
 
-@functools.cache
-def _compiling(chip: str) -> concurrent.futures.Future:
-    return _pool().submit(compile_calls, "aot.py", chip, CALLS[chip], 900)
-
-
-@functools.cache
-def _pool() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(2)
-
-
-def facts(chip: str, call: Call) -> dict[str, Any]:
-    """What came out of a call. The other chips are compiled meanwhile."""
-    if reason := plugin():
-        pytest.skip(reason)
-    for name in CHIPS:
-        _compiling(name)
-    found = _compiling(chip).result()[call]
-    assert "error" not in found, found["error"]
-    return found
+facts = Facts("aot.py", CALLS, 900)
 
 
 def accesses(body: str, kind: str) -> collections.Counter[str]:

@@ -20,7 +20,7 @@ import pytest
 import quant_specs
 import specs
 from aot import LAYERS, Call
-from compiled import compile_calls, plugin
+from compiled import Facts
 from test_deviceless import GIB, WHERE, label
 
 import pallas_kernels
@@ -87,17 +87,12 @@ FAULTY = [huge(*args, 3, plant="32-bit offset", **options) for *args, options in
 CALLS = {"H200": [*COMPILED, *RUN, *MOVED, *HUGE, *FAULTY], "B200": [*COMPILED, *RUN[:4], *MOVED]}
 
 
-@functools.cache
-def _compiled(chip: str) -> dict[Call, dict[str, Any]]:
-    return compile_calls("aot_mosaic.py", chip, CALLS[chip], 1800)
+_facts = Facts("aot_mosaic.py", CALLS, 1800, chips=1)
 
 
 def facts(chip: str, call: Call) -> dict[str, Any]:
     """What came out of a call, under the names that `emulate` knows."""
-    if reason := plugin():
-        pytest.skip(reason)
-    found = dict(_compiled(chip)[call])
-    assert "error" not in found, found["error"]
+    found = _facts(chip, call)
     short = {"move_rows_gather": "gather_rows", "move_rows_scatter": "scatter_rows"}
     for key in ("ptx", "grids", "plans"):
         plain = {name.removesuffix("_mosaic_gpu_kernel"): value for name, value in found[key].items()}

@@ -15,8 +15,9 @@ import ptx_mosaic
 import pytest
 import quant_specs
 from aot import Call
-from compiled import compile_calls, plugin
+from compiled import Facts
 from test_deviceless import GIB, MANY, WHERE, label
+from test_quant_deviceless import assert_in_place, assert_one_kernel
 
 from pallas_kernels import dispatch
 
@@ -60,17 +61,12 @@ FAULTY = [huge(op, rows, 3, plant="32-bit offset") for op, rows in PAIRS]
 CALLS = {"H200": [*COMPILED, *RUN, *HUGE, *FAULTY], "B200": [c for c in COMPILED if c.where == "shards"]}
 
 
-@functools.cache
-def _compiled(chip: str) -> dict[Call, dict[str, Any]]:
-    return compile_calls("aot_mosaic_quant.py", chip, CALLS[chip], 900)
+_facts = Facts("aot_mosaic_quant.py", CALLS, 900, chips=1)
 
 
 def facts(chip: str, call: Call) -> dict[str, Any]:
     """What came out of a call, under the names that `emulate_quant` knows."""
-    if reason := plugin():
-        pytest.skip(reason)
-    found = dict(_compiled(chip)[call])
-    assert "error" not in found, found["error"]
+    found = _facts(chip, call)
     for key in ("ptx", "grids", "plans"):
         found[key] = {name.removesuffix("_mosaic_gpu_kernel"): value for name, value in found[key].items()}
     return found
@@ -87,22 +83,12 @@ def run(call: Call, rank: int) -> emulate.Traffic:
 )
 class TestCompiled:
     def test_buffers_are_aliased_and_temporaries_small(self, chip: str, call: Call):
-        found, reads = facts(chip, call), call.op.startswith("gather")
-        assert found["alias"] == (0 if reads else sum(found["buffers"]))
-        values = 2 * call.n * quant_specs.named(call.rows).width
-        # Of a read in a scan a layer's values before they are put with the others', through the door the words of
-        # all ranks before they are values.
-        rooms = {"scan": 1, "checks": 3}.get(call.where, 0) if reads else 0
-        assert found["temp"] <= 4096 + rooms * values
+        assert_in_place(call, facts(chip, call))
 
     def test_one_kernel_a_call_and_nothing_else_touches_a_buffer(self, chip: str, call: Call):
         found = facts(chip, call)
-        assert not found["whole"]
-        small = re.compile(r"(loop|input|wrapped)_|sort_")  # ranks, layer numbers, probes
-        assert all(small.match(name) for name in found["others"])
+        assert_one_kernel(call, found)
         assert found["kernels"] == ["mosaic_gpu_v2"]
-        if call.where in ("alone", "shards"):
-            assert len(found["others"]) <= (call.where == "shards")  # the rank
 
     def test_rows_go_in_bulk_and_16_bytes_at_a_time_through_registers(self, chip: str, call: Call):
         reads, rows = call.op.startswith("gather"), quant_specs.named(call.rows)

@@ -3,8 +3,6 @@
 One process compiles all calls for a chip. XLA is told to fail where a register would be spilt.
 """
 
-import concurrent.futures
-import functools
 import itertools
 import re
 from typing import Any
@@ -16,7 +14,7 @@ import ptx
 import pytest
 import quant_specs
 from aot import CHIPS, Call
-from compiled import compile_calls, plugin
+from compiled import Facts
 from test_deviceless import GIB, MANY, WHERE, accesses, label
 
 pytestmark = pytest.mark.deviceless
@@ -66,25 +64,7 @@ CALLS = {
 }
 
 
-@functools.cache
-def _compiling(chip: str) -> concurrent.futures.Future:
-    return _pool().submit(compile_calls, "aot_quant.py", chip, CALLS[chip], 900)
-
-
-@functools.cache
-def _pool() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(2)
-
-
-def facts(chip: str, call: Call) -> dict[str, Any]:
-    """What came out of a call. The other chips are compiled meanwhile."""
-    if reason := plugin():
-        pytest.skip(reason)
-    for name in CHIPS:
-        _compiling(name)
-    found = _compiling(chip).result()[call]
-    assert "error" not in found, found["error"]
-    return found
+facts = Facts("aot_quant.py", CALLS, 900)
 
 
 def run(call: Call, found: dict[str, Any], rank: int) -> emulate.Traffic:
@@ -92,26 +72,35 @@ def run(call: Call, found: dict[str, Any], rank: int) -> emulate.Traffic:
     return (emulate_quant.gather if call.op.startswith("gather") else emulate_quant.scatter)(call, found, rank)
 
 
+def assert_in_place(call: Call, found: dict[str, Any]) -> None:
+    """A write aliases all buffers, and no call needs room that is not its rows'."""
+    reads = call.op.startswith("gather")
+    assert found["alias"] == (0 if reads else sum(found["buffers"]))
+    values = 2 * call.n * quant_specs.named(call.rows).width
+    # Of a read in a scan a layer's values before they are put with the others', through the door the words of all
+    # ranks before they are values.
+    rooms = {"scan": 1, "checks": 3}.get(call.where, 0) if reads else 0
+    assert found["temp"] <= 4096 + rooms * values
+
+
+def assert_one_kernel(call: Call, found: dict[str, Any]) -> None:
+    """One kernel, and beside it nothing of a buffer's size."""
+    assert not found["whole"]
+    small = re.compile(r"(loop|input|wrapped)_|sort_")  # ranks, layer numbers, probes
+    assert all(small.match(name) for name in found["others"])
+    assert len(found["kernels"]) == 1
+    if call.where in ("alone", "shards"):
+        assert len(found["others"]) <= (call.where == "shards")  # the rank
+
+
 @pytest.mark.parametrize("call", COMPILED, ids=label)
 @pytest.mark.parametrize("chip", CHIPS)
 class TestCompiled:
     def test_buffers_are_aliased_and_temporaries_small(self, chip: str, call: Call):
-        found, reads = facts(chip, call), call.op.startswith("gather")
-        assert found["alias"] == (0 if reads else sum(found["buffers"]))
-        values = 2 * call.n * quant_specs.named(call.rows).width
-        # Of a read in a scan a layer's values before they are put with the others', through the door the words of
-        # all ranks before they are values.
-        rooms = {"scan": 1, "checks": 3}.get(call.where, 0) if reads else 0
-        assert found["temp"] <= 4096 + rooms * values
+        assert_in_place(call, facts(chip, call))
 
     def test_one_kernel_a_call_and_nothing_else_touches_a_buffer(self, chip: str, call: Call):
-        found = facts(chip, call)
-        assert not found["whole"]
-        small = re.compile(r"(loop|input|wrapped)_|sort_")  # ranks, layer numbers, probes
-        assert all(small.match(name) for name in found["others"])
-        assert len(found["kernels"]) == 1
-        if call.where in ("alone", "shards"):
-            assert len(found["others"]) <= (call.where == "shards")  # the rank
+        assert_one_kernel(call, facts(chip, call))
 
     def test_rows_are_accessed_16_bytes_at_a_time(self, chip: str, call: Call):
         reads, compiled = call.op.startswith("gather"), facts(chip, call)["ptx"]
