@@ -34,7 +34,7 @@ def fp4_encode(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
     if not x.shape[-1] or x.shape[-1] % fp4.BLOCK:
         raise ValueError(f"fp4_encode: the last axis of x must be a multiple of {fp4.BLOCK}, got shape {x.shape}")
     packed, scales = _fp4_encode(x)
-    return packed, scales.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1] // fp4.BLOCK)
+    return packed, fp4.flat(scales)
 
 
 def fp4_decode(packed: ArrayLike, scales: ArrayLike, dtype: Any = jnp.bfloat16) -> jax.Array:

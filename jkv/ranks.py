@@ -75,9 +75,19 @@ class Ranks:
     def _manual_axes(self) -> set[str]:
         return set(jax.sharding.get_abstract_mesh().manual_axes)
 
-    def axes_not_manual(self) -> list[str]:
+    @property
+    def axes(self) -> set[str]:
+        """All axes that the pool is split over."""
+        return {*self.dcp_axis, *filter(None, [self.tp_axis])}
+
+    @property
+    def explicit(self) -> bool:
+        """Whether JAX tracks how arrays lie on the mesh."""
+        return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
+
+    def axes_not_manual(self) -> set[str]:
         """The pool's axes that no shard_map around the caller has opened."""
-        return sorted({*self.dcp_axis, *filter(None, [self.tp_axis])} - self._manual_axes())
+        return self.axes - self._manual_axes()
 
     def split_here(self) -> tuple[int, int]:
         """Into how many parts rows and heads are split already where the caller stands: (1, 1) outside a shard_map."""
@@ -91,7 +101,7 @@ class Ranks:
 
     def reshard(self, arrays, specs, like=()):
         """On an Explicit mesh, `arrays` laid out by `specs` (a prefix tree), on `like`'s mesh; else as they are."""
-        if self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
+        if not self.explicit:
             return arrays
         mesh = self._mesh_of((arrays, like))
 
@@ -128,10 +138,9 @@ class Ranks:
             return fn(jax.lax.axis_index(self.dcp_axis) if self.dcp_axis else 0, *args)
 
         manual = self._manual_axes()
-        mine = {*self.dcp_axis, *filter(None, [self.tp_axis])}
-        if manual and mine <= manual:
+        if manual and not self.axes_not_manual():
             return local
-        opened = mine - manual if manual else set(self.mesh.axis_names)
+        opened = self.axes_not_manual() if manual else set(self.mesh.axis_names)
 
         in_specs, out_specs = jax.tree.map(lambda s: _only(s, opened), (in_specs, out_specs), is_leaf=_is_spec)
 

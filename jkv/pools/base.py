@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NotRequired, Self, TypeAlias, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -179,7 +179,7 @@ class Pool:
         Raises:
           ValueError: not in a shard_map over all of the pool's mesh axes.
         """
-        missing = self.layout.ranks.axes_not_manual()
+        missing = sorted(self.layout.ranks.axes_not_manual())
         if missing:
             raise ValueError(
                 f"local ({self.label}): call it in a shard_map over all of the pool's axes, also {missing}"
@@ -242,7 +242,8 @@ class Pool:
             if varying:
                 raise ValueError(f"{door}: {name} must be the same on all DCP ranks, it varies over {sorted(varying)}")
         # All that a traced door probes lies on the mesh alike: checkify orders only findings of one type by time.
-        if any(isinstance(x, jax.core.Tracer) for x in (loc, *jax.tree.leaves(self.arrays))):
+        on_mesh = jax.tree.leaves(self.arrays) if self.layout.ranks.explicit else []
+        if any(isinstance(x, jax.core.Tracer) for x in (loc, *on_mesh)):
             loc = self.layout.ranks.reshard(loc, P(), like=self.arrays)
         elif isinstance(loc, jax.Array) and isinstance(loc.sharding, NamedSharding):
             loc = jax.device_put(loc, NamedSharding(loc.sharding.mesh, P()))
@@ -274,8 +275,7 @@ class Pool:
             shapes: list[tuple[int, ...]] = [(n, heads, width)]
             if self.layout.buffers[0].heads == 1:
                 shapes.append((n, width))
-            # Words have no derivative, and kernels no rule for one: a gradient ends here.
-            values.append(lax.stop_gradient(codecs.as_rows(value, shapes, door, name)))
+            values.append(codecs.as_rows(value, shapes, door, name))
             padding = self.layout.padding_slot
             checks.probe_rows(values[-1], loc, door, padding_slot=padding, what=name, layer=layer_id)
         divisors = self._scales(door, scales)

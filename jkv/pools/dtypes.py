@@ -10,7 +10,7 @@ from pallas_kernels import codecs
 
 def float_dtype(dtype: Any, where: str) -> np.dtype:
     """`dtype` as a numpy dtype; ValueError unless it is one that unquantised rows may have."""
-    parsed = _parse(dtype)
+    parsed = codecs.parse_dtype(dtype)
     if parsed is None or parsed.name not in codecs.FLOAT_DTYPES:
         hint = "; for 4 bits there are the FP4 pools" if parsed is not None and parsed.name.startswith("float4") else ""
         raise ValueError(f"{where}: dtype must be one of {', '.join(codecs.FLOAT_DTYPES)}, got {dtype!r}{hint}")
@@ -19,13 +19,6 @@ def float_dtype(dtype: Any, where: str) -> np.dtype:
 
 def only_dtype(dtype: Any, allowed: Any, where: str) -> np.dtype:
     """`allowed` as a numpy dtype; ValueError unless `dtype` is that: quantised rows have one."""
-    if _parse(dtype) != jnp.dtype(allowed):
+    if codecs.parse_dtype(dtype) != jnp.dtype(allowed):
         raise ValueError(f"{where}: dtype must be {jnp.dtype(allowed).name}, got {dtype!r}")
     return jnp.dtype(allowed)
-
-
-def _parse(dtype: Any) -> np.dtype | None:
-    try:
-        return jnp.dtype(dtype)
-    except TypeError:
-        return None

@@ -25,6 +25,7 @@ def store(family, layout, buffers, layer, loc, rows, scales):
         options = layout.slot_options(rank) | {"layer": layer, "skip_slot": SKIP_SLOT}
         return family._write(layout, buffers, loc, rows, scales, **options)
 
+    rows = lax.stop_gradient(rows)  # words have no derivative, and kernels no rule for one
     in_specs = (layout.specs, P(), P(), layout.row_spec, P())
     return layout.ranks.map(local, in_specs, layout.specs)(buffers, layer, loc, rows, scales)
 

@@ -76,14 +76,19 @@ def as_rows(rows, shapes: list[tuple[int, ...]], where: str, name: str) -> jax.A
     return rows.reshape(shapes[0])
 
 
+def parse_dtype(dtype) -> jnp.dtype | None:
+    """`dtype` as a numpy dtype, or None where it is none."""
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        return None
+
+
 def as_float_dtype(dtype, where: str, name: str) -> jnp.dtype | None:
     """Validates a dtype that rows are to be read in; None stays None. ValueError for what is no float dtype."""
     if dtype is None:
         return None
-    try:
-        parsed = jnp.dtype(dtype)
-    except TypeError:
-        parsed = None
+    parsed = parse_dtype(dtype)
     if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
         raise ValueError(f"{where}: {name} must be a float dtype, got {dtype!r}")
     return parsed

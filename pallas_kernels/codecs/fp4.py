@@ -60,8 +60,8 @@ def codes(magnitude, negative, exponent):
 
 
 def flat(scales):
-    """Scale bytes by head, `[N, heads, blocks]`, as they lie in buffers: `[N, heads * blocks]`."""
-    return scales.reshape(scales.shape[0], math.prod(scales.shape[1:]))
+    """Scale bytes by head, `[..., heads, blocks]`, as they lie in buffers: `[..., heads * blocks]`."""
+    return scales.reshape(*scales.shape[:-2], math.prod(scales.shape[-2:]))
 
 
 def check_scales(packed, scales, where: str, name: str) -> None:
