@@ -133,7 +133,7 @@ def test_ops_refuse_what_does_not_fit():
             pallas_kernels.gather_rows(k, loc)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-50, 1e300])
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-39, 1e-50, 1e300])
 def test_a_scale_that_is_no_scale_is_refused(scale):
     with pytest.raises(ValueError, match="here: k_scale must be positive and finite in float32, got"):
         codecs.as_scale(scale, "float8_e4m3fn", "here", "k_scale")

@@ -114,5 +114,5 @@ def as_scale(scale, dtype, where: str, name: str) -> jax.Array | None:
     # Judged as float32, which is what divides: 1e-50 is zero there and 1e300 infinite.
     # A subnormal one would be flushed to zero.
     if isinstance(array, np.ndarray) and not (np.finfo(np.float32).tiny <= array < np.inf).all():
-        raise ValueError(f"{where}: {name} must be positive and finite in float32, and 2**-126 at least, got {scale}")
+        raise ValueError(f"{where}: {name} must be positive and finite in float32, got {scale} (2**-126 is the least)")
     return jnp.asarray(array).reshape(())
