@@ -47,6 +47,24 @@ class DeepSeekConfig:
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
 
+# Small, and of dimensions that every MLA format takes.
+TINY = DeepSeekConfig(
+    vocab_size=64,
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=128,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=256,
+    eos_token_id=1,
+    rope_theta=10000.0,
+)
+
+
 def read_config(path: Path) -> DeepSeekConfig:
     """Reads a config.json in the form that transformers writes.
 
@@ -93,6 +111,16 @@ def param_shapes(config: DeepSeekConfig, intermediate: int) -> dict[str, tuple[i
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": table, "lm_head": table, "model.norm": (c.hidden_size,)}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(c.num_hidden_layers) for name, shape in layer.items()}
     return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def random_weights(config: DeepSeekConfig, intermediate: int) -> dict[str, np.ndarray]:
+    """A checkpoint of a model that was never trained: the same float32 arrays every time, norms near 1."""
+    rng = np.random.default_rng(0)
+    weights = {}
+    for name, shape in param_shapes(config, intermediate).items():
+        norm = len(shape) == 1
+        weights[name] = (rng.standard_normal(shape) * (0.3 if norm else 1.5 * shape[-1] ** -0.5) + norm).astype("f4")
+    return weights
 
 
 def load_params(weights: Mapping[str, np.ndarray], config: DeepSeekConfig) -> Params:

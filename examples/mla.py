@@ -1,7 +1,8 @@
-"""Serves a DeepSeek-V3 from a striped MLA pool: `python -m examples.mla --weights NPZ --config JSON --cases JSON`.
+"""Serves a DeepSeek-V3 from a striped MLA pool: `python -m examples.mla [--weights NPZ --config JSON --cases JSON]`.
 
 Attention is absorbed: every query, of a prompt or of a new token, attends to the latent rows of the pool itself. The
 cases are a JSON list of objects with the prompt's `ids`; a case may have `greedy` tokens, and then they are compared.
+Without the three files a tiny model of random weights continues two prompts: the path, not the sense.
 
 Prompt tokens of the padding id (`--pad-id`, 0) are hidden from `greedy` but not from `last_logits`: transformers'
 `generate` infers a mask from its `pad_token_id`, a call of its model does not, and cases made with it show both. Give
@@ -12,17 +13,20 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from examples import report
-from examples.deepseek import DeepSeekConfig, load_params, read_config
+from examples.deepseek import TINY, DeepSeekConfig, load_params, random_weights, read_config
 from examples.engine import Engine, Request, Stats
 from examples.kv import MLA_KV_DTYPES, Pool, canonical
 from examples.mesh import UsageError, ensure_cpu_devices, make_mesh
 from examples.striped import serve_deepseek
+
+TINY_CASES: list[dict[str, Any]] = [{"ids": list(range(2, 41))}, {"ids": [7, 30, 2]}]
 
 
 def generate(
@@ -63,9 +67,9 @@ def generate(
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m examples.mla", description=__doc__.split("\n")[0])
-    p.add_argument("--weights", type=Path, required=True, metavar="NPZ", help="arrays by their names in transformers")
-    p.add_argument("--config", type=Path, required=True, metavar="JSON", help="the model's config.json")
-    p.add_argument("--cases", type=Path, required=True, metavar="JSON", help='[{"ids": [...], "greedy": [...]}, ...]')
+    p.add_argument("--weights", type=Path, metavar="NPZ", help="arrays by their names in transformers")
+    p.add_argument("--config", type=Path, metavar="JSON", help="the model's config.json")
+    p.add_argument("--cases", type=Path, metavar="JSON", help='[{"ids": [...], "greedy": [...]}, ...]')
     p.add_argument("--dcp", type=int, default=1, metavar="N", help="ranks that share the tokens of a sequence")
     p.add_argument(
         "--kv-dtype", type=canonical, choices=MLA_KV_DTYPES, default="bf16",
@@ -81,14 +85,18 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status is 0, or 1 where something cannot be served."""
-    args = parser().parse_args(argv)
+    cli = parser()
+    args = cli.parse_args(argv)
+    if len({path is None for path in (args.weights, args.config, args.cases)}) > 1:
+        cli.error("give --weights, --config and --cases, or none of them for a tiny model")
     ensure_cpu_devices(args.dcp)
     try:
-        cases, config = read_cases(args.cases), read_config(args.config)
+        cases = read_cases(args.cases) if args.cases else TINY_CASES
+        config = read_config(args.config) if args.config else TINY
         whole = [case["ids"] for case in cases]
         shown = [[token for token in ids if token != args.pad_id] for ids in whole]
         padded = [index for index, ids in enumerate(whole) if shown[index] != ids]
-        with np.load(args.weights) as weights:
+        with np.load(args.weights) if args.weights else nullcontext(random_weights(TINY, 96)) as weights:
             requests, stats, pool = generate(
                 config,
                 weights,

@@ -37,6 +37,9 @@ class PoolSpec:
         object.__setattr__(self, "options", options)
         _layout(self)
 
+    def __hash__(self) -> int:
+        return hash((self.pool_class, frozenset(self.options.items())))
+
     def abstract(self, size: int, page_size: int) -> Any:
         """The pool with a `jax.ShapeDtypeStruct` for every array: it answers for sizes and takes no memory."""
         return jax.eval_shape(lambda: self.create(size, page_size))

@@ -205,3 +205,9 @@ def test_a_spec_is_checked_when_it_is_made():
         spec("mha", mesh=mesh(1, 4), tp_axis="tp")
     with pytest.raises(TypeError, match="rope"):
         spec("mla", rope=3)
+
+
+def test_a_spec_is_a_key():
+    place = {"mesh": AbstractMesh((2,), ("dcp",)), "dcp_axis": "dcp"}
+    assert {spec("mha", **place): "here"}[spec("mha", **place)] == "here"
+    assert spec("mha") != spec("mha", **place)

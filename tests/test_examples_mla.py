@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from examples import mla
-from examples.deepseek import DeepSeekConfig, load_params, param_shapes, read_config
+from examples.deepseek import DeepSeekConfig, load_params, random_weights, read_config
 from examples.mesh import UsageError
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "shared" / "golden"
@@ -44,13 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DeepSeekConfig:
 
 @pytest.fixture(scope="module")
 def weights(config: DeepSeekConfig) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-
-    def draw(shape: tuple[int, ...]) -> np.ndarray:
-        return (rng.standard_normal(shape) * (1.5 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3)).astype(np.float32)
-
-    shapes = param_shapes(config, INTERMEDIATE)
-    return {name: draw(shape) + (len(shape) == 1) for name, shape in shapes.items()}
+    return random_weights(config, INTERMEDIATE)
 
 
 def logits_by_definition(weights: dict[str, np.ndarray], c: DeepSeekConfig, ids: list[int]) -> np.ndarray:
@@ -159,6 +153,14 @@ def test_the_command_writes_logits_and_tokens_and_compares(
     assert f"[0] 5 tokens -> {found[0]['greedy']}" in out
     assert f"{int(found[0]['greedy'][0] == 1)} of 3 as listed in cases.json" in out
     assert "new tokens           6 in 2 steps" in out
+
+
+def test_a_tiny_model_needs_no_files(capsys: pytest.CaptureFixture[str]):
+    assert mla.main(["--dcp", "2", "--kv-dtype", "dsa", "--max-new-tokens", "2"]) == 0
+    assert "[1] 3 tokens -> [" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        mla.main(["--config", "config.json"])
+    assert "give --weights, --config and --cases, or none of them" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not GOLDEN.exists(), reason="the golden DeepSeek-V3 is not beside this checkout")
