@@ -151,7 +151,7 @@ def test_fp8_codes_are_those_of_a_pool(dtype):
         (lambda: quant.fp4_encode(np.zeros((2, 1, 0), np.float32)), r"a multiple of 16, got shape \(2, 1, 0\)"),
         (lambda: quant.dsa_encode(np.float32(3)), r"dsa_encode: nope must be .* with at least 1 axis"),
         (lambda: quant.dsa_decode(np.zeros((2, 656), np.uint8), kv_lora_rank="512"), "kv_lora_rank must be"),
-        (lambda: quant.fp8_encode(np.zeros(3), scale=1e-38), r"and 2\*\*-126 at least, got 1e-38"),
+        (lambda: quant.fp8_encode(np.zeros(3), scale=1e-38), r"got 1e-38 \(2\*\*-126 is the least\)"),
         (lambda: quant.fp4_encode(np.zeros(16, np.float32)), r"fp4_encode: x must be .* with at least 2 axes"),
         (lambda: quant.fp4_encode(np.zeros((1, 16), np.int32)), r"x must be one of .*, got int32 \(1, 16\)"),
         (lambda: quant.fp4_decode(np.zeros((2, 1, 8), np.int8), np.zeros((2, 1), np.uint8)), r"packed must be uint8"),
