@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_kernels import codecs
@@ -116,16 +117,48 @@ def fp8_encode(x: ArrayLike, dtype: Any = jnp.float8_e4m3fn, scale: Any = None) 
       scale: None, a positive number, or an array of shape () or (1,).
 
     Returns:
-      uint8, the shape of `x`; `lax.bitcast_convert_type(codes, dtype)` are the values. NaN stays NaN.
+      uint8, the shape of `x`, for `fp8_decode`. NaN stays NaN.
 
     Raises:
       ValueError: dtypes or a scale that do not fit.
     """
     x = _floats(x, "fp8_encode", "x")
-    parsed = codecs.as_float_dtype(dtype, "fp8_encode", "dtype")
-    if parsed is None or not codecs.is_fp8(parsed):
-        raise ValueError(f"fp8_encode: dtype must be float8_e4m3fn or float8_e5m2, got {dtype!r}")
+    parsed = _fp8_dtype(dtype, "fp8_encode")
     return _fp8_encode(x, parsed, codecs.as_scale(scale, parsed, "fp8_encode", "scale"))
+
+
+def fp8_decode(codes: ArrayLike, dtype: Any = None, scale: Any = None, dst_dtype: Any = jnp.bfloat16) -> jax.Array:
+    """The values of `fp8_encode`'s codes, times `scale` in float32 where one is given.
+
+    Args:
+      codes: uint8, or values of float8_e4m3fn or float8_e5m2, any shape.
+      dtype: the format of the codes; when None float8_e4m3fn, or of float8 values their own.
+      scale: None, a positive number, or an array of shape () or (1,).
+      dst_dtype: float dtype of the result. bfloat16 holds every unscaled value exactly.
+
+    Returns:
+      `dst_dtype`, the shape of `codes`. NaN stays NaN, and so do the infinities that e5m2 has.
+
+    Raises:
+      ValueError: dtypes or a scale that do not fit.
+    """
+    where, codes = "fp8_decode", jnp.asarray(codes)
+    own = codes.dtype if codecs.is_fp8(codes.dtype) else None
+    if own is None and codes.dtype != jnp.uint8:
+        raise ValueError(f"{where}: codes must be uint8, float8_e4m3fn or float8_e5m2, got {codes.dtype}")
+    parsed = _fp8_dtype(own or jnp.float8_e4m3fn if dtype is None else dtype, where)
+    if own not in (None, parsed):
+        raise ValueError(f"{where}: dtype must be that of the codes, {own}, got {dtype!r}")
+    scale = codecs.as_scale(scale, parsed, where, "scale")
+    words = lax.bitcast_convert_type(codes, jnp.uint8)
+    return _fp8_decode(words, parsed, scale, codecs.as_float_dtype(dst_dtype, where, "dst_dtype"))
+
+
+def _fp8_dtype(dtype: Any, where: str) -> jnp.dtype:
+    parsed = codecs.as_float_dtype(dtype, where, "dtype")
+    if parsed is None or not codecs.is_fp8(parsed):
+        raise ValueError(f"{where}: dtype must be float8_e4m3fn or float8_e5m2, got {dtype!r}")
+    return parsed
 
 
 def _floats(x: ArrayLike, where: str, name: str, least: int = 0) -> jax.Array:
@@ -140,6 +173,7 @@ def _floats(x: ArrayLike, where: str, name: str, least: int = 0) -> jax.Array:
 _fp4_encode = jax.jit(fp4.encode)
 _fp4_decode = jax.jit(fp4.decode, static_argnums=2)
 _fp8_encode = jax.jit(codecs.to_words, static_argnums=1)
+_fp8_decode = jax.jit(codecs.from_words, static_argnums=(1, 3))
 
 
 @jax.jit

@@ -144,9 +144,49 @@ def test_fp8_codes_are_those_of_a_pool(dtype):
     )
 
 
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dst", [None, "bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_values_are_those_of_all_256_codes(name, dst, how):
+    codes = np.arange(256, dtype=np.uint8)
+    values = codes.view(name).astype(np.float32)
+    options = {} if dst is None else {"dst_dtype": dst}
+    for source in (codes, codes.view(name)):
+        got = in_jit(lambda x: quant.fp8_decode(x, name, **options), how)(source)
+        assert got.dtype == (dst or "bfloat16")
+        np.testing.assert_array_equal(np.asarray(got).astype(np.float32), values)
+        scaled = np.asarray(in_jit(lambda x: quant.fp8_decode(x, name, 0.3, **options), how)(source))
+        with np.errstate(over="ignore"):
+            want = (values * np.float32(0.3)).astype(scaled.dtype)
+        np.testing.assert_array_equal(scaled.astype(np.float32), want.astype(np.float32))
+    assert np.isnan(values).sum() == (2 if name == "float8_e4m3fn" else 6)
+    finite = np.isfinite(values)
+    back = in_jit(lambda x: quant.fp8_encode(quant.fp8_decode(x, name), name), how)(codes)
+    np.testing.assert_array_equal(np.asarray(back)[finite], codes[finite])
+    np.testing.assert_array_equal(np.isnan(np.asarray(back).view(name).astype(np.float32)), np.isnan(values))
+
+
+def test_fp8_codes_name_their_own_format():
+    codes = np.array([[0x3C], [0x7E]], np.uint8)
+    np.testing.assert_array_equal(np.asarray(quant.fp8_decode(codes), np.float32), [[1.5], [448]])
+    for values in (codes.view("float8_e5m2"), jnp.asarray(codes.view("float8_e5m2"))):
+        np.testing.assert_array_equal(np.asarray(quant.fp8_decode(values), np.float32), [[1], [np.nan]])
+    assert quant.fp8_decode(codes, dst_dtype=jnp.float8_e4m3fn).dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(quant.fp8_decode(codes, scale=np.array([2.0]), dst_dtype="float32"), [[3], [896]])
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
+        (lambda: quant.fp8_decode(np.zeros(3)), r"fp8_decode: codes must be uint8, float8_e4m3fn or .*, got float32"),
+        (lambda: quant.fp8_decode(np.zeros(3, np.uint8), jnp.bfloat16), r"fp8_decode: dtype must be float8_e4m3fn or"),
+        (lambda: quant.fp8_decode(np.zeros(3, np.uint8), "e4m3"), r"fp8_decode: dtype must be a float dtype, got"),
+        (
+            lambda: quant.fp8_decode(np.zeros(3, "float8_e5m2"), "float8_e4m3fn"),
+            r"fp8_decode: dtype must be that of the codes, float8_e5m2, got 'float8_e4m3fn'",
+        ),
+        (lambda: quant.fp8_decode(np.zeros(3, np.uint8), scale=-1.0), r"fp8_decode: scale must be positive"),
+        (lambda: quant.fp8_decode(np.zeros(3, np.uint8), dst_dtype=int), r"fp8_decode: dst_dtype must be a float dt"),
         (lambda: quant.fp4_encode(np.zeros((2, 1, 24), np.float32)), r"fp4_encode: the last axis of x must be"),
         (lambda: quant.fp4_encode(np.zeros((2, 1, 0), np.float32)), r"a multiple of 16, got shape \(2, 1, 0\)"),
         (lambda: quant.dsa_encode(np.float32(3)), r"dsa_encode: nope must be .* with at least 1 axis"),
