@@ -22,6 +22,7 @@ from jkv.dcp import merge_states as merge_states
 from jkv.host_copy import HostCopy as HostCopy
 from jkv.page_plan import decode_slots as decode_slots
 from jkv.page_plan import extend_slots as extend_slots
+from jkv.pools.base import PoolOptions as PoolOptions
 from jkv.pools.base import export_disabled_checks as export_disabled_checks
 from jkv.pools.dsa import DSATokenToKVPool as DSATokenToKVPool
 from jkv.pools.mha import MHATokenToKVPool as MHATokenToKVPool
@@ -38,3 +39,43 @@ from jkv.slots import pad_slots as pad_slots
 from pallas_kernels.scatter_rows import scatter_rows as scatter_rows
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Admission",
+    "Capacity",
+    "DSATokenToKVPool",
+    "HostCopy",
+    "KVIndexError",
+    "MHATokenToKVPool",
+    "MHATokenToKVPoolFP4",
+    "MLATokenToKVPool",
+    "MLATokenToKVPoolFP4",
+    "Match",
+    "PagedTokenToKVPoolAllocator",
+    "PagesRemoved",
+    "PagesStored",
+    "PoolOptions",
+    "PoolSpec",
+    "RadixCache",
+    "ReqToTokenPool",
+    "SlotSpace",
+    "TokenToKVPoolAllocator",
+    "attend_rows",
+    "bytes_per_token",
+    "checked_jit",
+    "decode_slots",
+    "enable_checks",
+    "export_disabled_checks",
+    "extend_slots",
+    "local_page_table",
+    "local_rows",
+    "max_tokens",
+    "maybe_detect_nan",
+    "maybe_detect_oob",
+    "maybe_detect_page_aligned",
+    "merge_states",
+    "pad_slots",
+    "quant",
+    "scatter_rows",
+    "wait_for_checks",
+]

@@ -204,6 +204,16 @@ def test_the_package_init_lists_the_public_names_and_does_nothing_else():
             assert isinstance(node.value, ast.Constant), f"jkv/__init__.py:{node.lineno}: {ast.unparse(node)}"
 
 
+def test_all_names_what_the_package_init_imports():
+    names = [
+        alias.name for node in modules("jkv")["jkv"].body if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+    assert sorted(jkv.__all__) == sorted(names)
+    starred: dict[str, object] = {}
+    exec("from jkv import *", starred)
+    assert starred["PoolOptions"] is jkv.PoolOptions
+
+
 def test_the_version_is_the_distributions():
     assert jkv.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
