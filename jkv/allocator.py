@@ -1,8 +1,12 @@
 """Who gets which slot: allocation of logical slot ids on the host, in numpy, with pages widened by `dcp_size`.
 
 An allocator hands out whole pages of `page_size * dcp_size` ids, so that each request starts on rank 0 of a page of its
-own; page 0 is the padding page. A page belongs to one request: the ids behind its last token, up to the page's end, are
-that request's to take next. Nothing here touches a device, and the same calls give the same ids in every process.
+own; page 0 is the padding page. Nothing here touches a device, and the same calls give the same ids in every process.
+
+A page has one owner, and no count of references. That is the request that it was allocated for: the ids behind its last
+token, up to the page's end, are that request's to take next, and it frees the page. Or it is a prefix cache that has
+claimed the page: then only the cache frees it. Requests may read the same whole pages (of a cache, which locks them); a
+fork of one takes a page of its own for a last page that is not full, and copies the tokens there (`move_kv_cache`).
 """
 
 import numpy as np
@@ -94,10 +98,11 @@ class _PageAllocator:
         Raises:
           TypeError: an argument that does not hold signed integers.
           ValueError: a wrong shape or length; lengths out of order; a `last_loc` that does not stand where its prefix
-            ends, whose page is not in use, or whose page another request of the call fills up too.
+            ends, whose page is not in use, or whose page a prefix cache holds or another request of the call fills up
+            too.
         """
         where = self._where("alloc_extend")
-        return self._take(where, plan_extend(where, prefix_lens, seq_lens, last_loc, self.alloc_page_size))
+        return self._take(where, plan_extend(where, prefix_lens, seq_lens, last_loc, self.alloc_page_size, self.bound))
 
     def alloc_decode(self, seq_lens: npt.ArrayLike, last_loc: npt.ArrayLike) -> Slots | None:
         """One slot for the next token of each request.
@@ -113,17 +118,24 @@ class _PageAllocator:
           TypeError, ValueError: as `alloc_extend`.
         """
         where = self._where("alloc_decode")
-        return self._take(where, plan_decode(where, seq_lens, last_loc, self.alloc_page_size))
+        return self._take(where, plan_decode(where, seq_lens, last_loc, self.alloc_page_size, self.bound))
 
     def _take(self, where: str, plan: Plan) -> Slots | None:
         # last_page 0 stands for "no page to fill up"; a last_loc on page 0 itself did not get this far.
-        inside = plan.last_page <= self._pages.count
-        idle = (plan.last_page > 0) & ~self._pages.in_use(np.where(inside, plan.last_page, 0))
+        idle = (plan.last_page > 0) & ~self._pages.in_use(plan.last_page)
         if idle.any():
             requests = np.flatnonzero(idle)
             raise ValueError(
                 f"{where}: last_loc of requests {named(requests)}: {named(plan.start[idle] - 1)} lie on pages that are "
                 "not in use: the slots behind them belong to nobody, or to another request soon"
+            )
+        cached = (plan.partial > 0) & self._pages.claimed(plan.last_page)
+        if cached.any():
+            requests = np.flatnonzero(cached)
+            raise ValueError(
+                f"{where}: last_loc of requests {named(requests)}: {named(plan.start[cached] - 1)} lie on pages that a "
+                "prefix cache holds, with its tokens in the slots behind them: take a page and copy the request's "
+                "tokens there (move_kv_cache)"
             )
         needed = pages_needed(plan, self._pages.available)
         pages = None if needed is None else self._pages.take(needed)
@@ -133,22 +145,58 @@ class _PageAllocator:
         """Gives slot ids back; inside a free group they become available when the group ends.
 
         The paged allocator frees whole pages: any id of a page stands for it, several ids of it in one call count once,
-        and all of its ids are gone. Free a request's ids together, and never a part of a page that is still read.
+        and all of its ids are gone. Free a request's ids together, and never a part of a page that is still read. Pages
+        that a prefix cache holds are not a request's to free.
 
         Args:
           loc: int `[n]`, ids in use.
 
         Raises:
           TypeError: `loc` does not hold signed integers.
-          ValueError: ids that are out of range, on the padding page, not in use, or freed before, in this free group
-            too; for `TokenToKVPoolAllocator` an id that stands twice in `loc`. They are named, and nothing is freed.
+          ValueError: ids that are out of range, on the padding page, not in use, claimed by a cache, or freed before,
+            in this free group too; for `TokenToKVPoolAllocator` an id that stands twice in `loc`. They are named, and
+            nothing is freed.
         """
-        where = self._where("free")
-        ids = int_array(loc, where, "loc")
-        self._pages.give_back(self._pages.items_of(ids, self.alloc_page_size, where, "loc", distinct=self._one_id_once))
+        self._pages.give_back(self._items_of(loc, "free"))
+
+    def _items_of(self, loc: npt.ArrayLike, operation: str, *, claimed: bool = False) -> Slots:
+        where = self._where(operation)
+        return self._pages.items_of(
+            int_array(loc, where, "loc"),
+            self.alloc_page_size,
+            where,
+            "loc",
+            distinct=self._one_id_once,
+            claimed=claimed,
+        )
+
+    def claim(self, loc: npt.ArrayLike) -> None:
+        """Makes pages a prefix cache's own: in use, but neither to be freed nor to be filled up until `unclaim`.
+
+        For caches; `RadixCache` claims what is inserted, and unclaims and frees what it evicts.
+
+        Args:
+          loc: int `[n]`, ids in use that nobody has claimed; as for `free`, any id of a page stands for it.
+
+        Raises:
+          TypeError, ValueError: as `free`. Nothing has changed.
+        """
+        self._pages.claim(self._items_of(loc, "claim"))
+
+    def unclaim(self, loc: npt.ArrayLike) -> None:
+        """Gives claimed pages up: they are in use as those of a request, and `free` takes them.
+
+        For the cache that claimed them.
+
+        Raises:
+          TypeError, ValueError: as `free`, and pages that are not claimed. Nothing has changed.
+        """
+        self._pages.unclaim(self._items_of(loc, "unclaim", claimed=True))
 
     def in_use(self, loc: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Whether the page of each slot id is handed out now: not freed since, to an open free group neither.
+
+        Pages that a prefix cache holds are in use too.
 
         Args:
           loc: int `[n]`, any ids. Those that are never handed out, out of range or on the padding page, are not in use.
@@ -160,9 +208,16 @@ class _PageAllocator:
           TypeError: `loc` does not hold signed integers.
           ValueError: `loc` is not 1-D.
         """
-        ids = int_array(loc, self._where("in_use"), "loc")
+        return self._pages.in_use(self._pages_of(loc, "in_use"))
+
+    def claimed(self, loc: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Whether a prefix cache holds the page of each slot id; else as `in_use`."""
+        return self._pages.claimed(self._pages_of(loc, "claimed"))
+
+    def _pages_of(self, loc: npt.ArrayLike, operation: str) -> npt.NDArray[np.int64]:
+        ids = int_array(loc, self._where(operation), "loc")
         inside = (ids >= self.alloc_page_size) & (ids < self.bound)
-        return self._pages.in_use(np.where(inside, ids // self.alloc_page_size, 0))  # item 0 is reserved: not in use
+        return np.where(inside, ids // self.alloc_page_size, 0)  # page 0 is reserved: neither in use nor claimed
 
     def free_group_begin(self) -> None:
         """Opens a free group: what is freed from now on becomes available together, at `free_group_end`.
@@ -178,7 +233,17 @@ class _PageAllocator:
         self._pages.end_group()
 
     def clear(self) -> None:
-        """Back to the state after construction: every id available, no free group open."""
+        """Back to the state after construction: every id available, no free group open.
+
+        Raises:
+          ValueError: a prefix cache holds pages, and would go on to match them. Nothing has changed.
+        """
+        claimed = np.flatnonzero(self._pages.claimed())
+        if claimed.size:
+            raise ValueError(
+                f"{self._where('clear')}: a prefix cache holds {claimed.size} pages, starting at ids "
+                f"{named(claimed * self.alloc_page_size)}: reset it first"
+            )
         self._pages.clear()
 
     def backup_state(self) -> FreeListState:
@@ -189,7 +254,8 @@ class _PageAllocator:
         """Back to `state`, exactly, as often as wanted: what was taken since is free, what was freed is in use again.
 
         Raises:
-          ValueError: `state` does not come from this allocator's `backup_state`.
+          ValueError: `state` does not come from this allocator's `backup_state`, or a prefix cache claimed or freed
+            pages since. Nothing has changed.
         """
         self._pages.restore(state, self._where("restore_state"))
 

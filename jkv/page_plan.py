@@ -29,11 +29,15 @@ def new_pages(prefix: _Wide, seq: _Wide, page: int) -> _Wide:
     return -(-seq // page) + (-prefix // page)  # rounds up without a sum that could overflow
 
 
-def _plan(where: str, prefix: _Wide, seq: _Wide, last: _Wide, page: int) -> Plan:
+def _end_of_int32(page: int) -> int:
+    """The end of the last whole page whose slots fit int32."""
+    return (INT32_MAX + 1) // page * page
+
+
+def _plan(where: str, prefix: _Wide, seq: _Wide, last: _Wide, page: int, bound: int) -> Plan:
     """Splits each request's new positions `[prefix, seq)` into the rest of its last page and new pages."""
     filled = prefix % page
     open_page = filled > 0
-    bound = (INT32_MAX + 1) // page * page
     bad = np.flatnonzero(open_page & ((last < page) | (last >= bound) | ((last + 1) % page != filled)))
     if bad.size:
         raise ValueError(
@@ -80,9 +84,9 @@ def slots_of(plan: Plan, pages: npt.NDArray[np.integer], page: int) -> Slots:
 
 
 def plan_extend(
-    where: str, prefix_lens: npt.ArrayLike, seq_lens: npt.ArrayLike, last_loc: npt.ArrayLike, page: int
+    where: str, prefix_lens: npt.ArrayLike, seq_lens: npt.ArrayLike, last_loc: npt.ArrayLike, page: int, bound: int
 ) -> Plan:
-    """The plan of `extend_slots`, its arguments checked."""
+    """The plan of `extend_slots` among slots below `bound`, its arguments checked."""
     prefix = int_array(prefix_lens, where, "prefix_lens")
     seq = int_array(seq_lens, where, "seq_lens", length=prefix.size)
     last = int_array(last_loc, where, "last_loc", length=prefix.size)
@@ -92,11 +96,11 @@ def plan_extend(
             f"{where}: requests {named(bad)}: expected 0 <= prefix_lens <= seq_lens, "
             f"got prefix_lens {named(prefix[bad])} and seq_lens {named(seq[bad])}"
         )
-    return _plan(where, prefix, seq, last, page)
+    return _plan(where, prefix, seq, last, page, bound)
 
 
-def plan_decode(where: str, seq_lens: npt.ArrayLike, last_loc: npt.ArrayLike, page: int) -> Plan:
-    """The plan of `decode_slots`, its arguments checked: an extension by the last of `seq_lens`."""
+def plan_decode(where: str, seq_lens: npt.ArrayLike, last_loc: npt.ArrayLike, page: int, bound: int) -> Plan:
+    """The plan of `decode_slots` below `bound`, its arguments checked: an extension by the last of `seq_lens`."""
     seq = int_array(seq_lens, where, "seq_lens")
     last = int_array(last_loc, where, "last_loc", length=seq.size)
     bad = np.flatnonzero(seq < 1)
@@ -104,7 +108,7 @@ def plan_decode(where: str, seq_lens: npt.ArrayLike, last_loc: npt.ArrayLike, pa
         raise ValueError(
             f"{where}: seq_lens of requests {named(bad)} must count the new token (at least 1), got {named(seq[bad])}"
         )
-    return _plan(where, seq - 1, seq, last, page)
+    return _plan(where, seq - 1, seq, last, page, bound)
 
 
 def _from_pages(where: str, plan: Plan, free_pages: npt.ArrayLike, page: int) -> tuple[Slots | None, int]:
@@ -113,9 +117,10 @@ def _from_pages(where: str, plan: Plan, free_pages: npt.ArrayLike, page: int) ->
     if needed is None:
         return None, 0
     pages = pages[:needed]  # the rest is never looked at: its length may be the pool's
-    bad = pages[(pages < 1) | (pages > (INT32_MAX + 1) // page - 1)]
+    end = _end_of_int32(page) // page
+    bad = pages[(pages < 1) | (pages > end - 1)]
     if bad.size:
-        raise ValueError(f"{where}: free_pages must lie in [1, {(INT32_MAX + 1) // page}), got {named(bad)}")
+        raise ValueError(f"{where}: free_pages must lie in [1, {end}), got {named(bad)}")
     return slots_of(plan, pages, page), needed
 
 
@@ -147,10 +152,10 @@ def extend_slots(
       ValueError: a wrong shape or length; lengths out of order; `(last_loc + 1) % page_size != prefix_len % page_size`;
         two requests that fill up the same page; a page number that int32 slots cannot reach.
     """
-    page = integer(page_size, "extend_slots", "page_size", low=1, high=INT32_MAX)
-    return _from_pages(
-        "extend_slots", plan_extend("extend_slots", prefix_lens, seq_lens, last_loc, page), free_pages, page
-    )
+    where = "extend_slots"
+    page = integer(page_size, where, "page_size", low=1, high=INT32_MAX)
+    plan = plan_extend(where, prefix_lens, seq_lens, last_loc, page, _end_of_int32(page))
+    return _from_pages(where, plan, free_pages, page)
 
 
 def decode_slots(
@@ -170,5 +175,7 @@ def decode_slots(
     Raises:
       TypeError, ValueError: as `extend_slots`.
     """
-    page = integer(page_size, "decode_slots", "page_size", low=1, high=INT32_MAX)
-    return _from_pages("decode_slots", plan_decode("decode_slots", seq_lens, last_loc, page), free_pages, page)
+    where = "decode_slots"
+    page = integer(page_size, where, "page_size", low=1, high=INT32_MAX)
+    plan = plan_decode(where, seq_lens, last_loc, page, _end_of_int32(page))
+    return _from_pages(where, plan, free_pages, page)

@@ -39,8 +39,12 @@ class RadixCache:
     whole page; `dec_lock_ref`. A request that is to go on after `insert` matches again, takes the cache's slots, locks
     the new node and unlocks the old one: its own pages may have been duplicates, which are freed.
 
-    The allocator must not be taken back behind the cache: leave the cache as it is between the allocator's
-    `backup_state` and `restore_state`, and `reset` it before the allocator's `clear`.
+    What is inserted is the cache's own: it claims the pages (`allocator.claim`), and from then on only `evict` and
+    `reset` free them; the allocator refuses to free them, or to fill them up. The slots of a match are to be read, not
+    written: a request goes on in pages of its own. Several caches may share an allocator, each with pages of its own.
+
+    The allocator cannot be taken back behind the cache: `insert`, `evict` and `reset` between its `backup_state` and
+    `restore_state` make it refuse the latter, and `clear` needs a `reset` first.
 
     Args:
       allocator: hands out the pages that will be inserted, and takes back what is evicted.
@@ -60,7 +64,6 @@ class RadixCache:
         self.allocator = allocator
         self.alloc_page_size = allocator.alloc_page_size
         self._tree = RadixTree(self.alloc_page_size)
-        self._holds: npt.NDArray[np.bool_] = np.zeros(allocator.capacity // self.alloc_page_size + 1, bool)
         self._total = self._protected = self._clock = 0
         self._queue = EvictionQueue()
         self._events: list[PagesStored | PagesRemoved] | None = [] if enable_events else None
@@ -120,7 +123,7 @@ class RadixCache:
         Args:
           token_ids: int `[n]`.
           slots: int `[n]`, the slot of each token: whole pages of consecutive ids, each page's first id a multiple of
-            the page, in use, none of them twice, and none that the cache holds for other tokens.
+            the page, in use, none of them twice, and none that the cache holds for other tokens, or another cache.
           extra_key: as for `match_prefix`.
 
         Returns:
@@ -143,10 +146,10 @@ class RadixCache:
         known = found.length // page
         duplicates = first[:known][first[:known] != self._tree.slots_of(found)[::page]]
         for mine in (duplicates, first[known:]):
-            if (held := self._holds[mine // page]).any():
+            if (held := self.allocator.claimed(mine)).any():
                 raise ValueError(
-                    f"{where}: slots holds pages that the cache has for other tokens, starting at ids "
-                    f"{named(mine[held])}"
+                    f"{where}: slots holds pages that a cache has already, this one for other tokens or another one, "
+                    f"starting at ids {named(mine[held])}"
                 )
         parent = self._tree.cut(found)
         self._touch(found.nodes)
@@ -156,7 +159,7 @@ class RadixCache:
             new = slice(found.length, whole)
             leaf = self._tree.add(parent, extra_key, tokens[new].copy(), ids[new].astype(np.int32))
             leaf.last_use = self._clock
-            self._holds[first[known:] // page] = True
+            self.allocator.claim(first[known:])
             self._total += leaf.tokens.size
             self._queue.push(leaf)
             if self._events is not None:
@@ -223,10 +226,13 @@ class RadixCache:
         """
         if self._protected:
             raise ValueError(f"reset (RadixCache): {self._protected} of {self._total} tokens are locked; unlock first")
+        pages = []
         for node in self._tree.clear():
+            pages.append(node.slots[:: self.alloc_page_size])
             self._note_removed(node)
         self._queue.clear()
-        self._give_back(np.flatnonzero(self._holds) * self.alloc_page_size)
+        if pages:
+            self._give_back(np.concatenate(pages))
 
     def take_events(self) -> list[PagesStored | PagesRemoved]:
         """What has been stored and removed since the last call, in order.
@@ -246,8 +252,8 @@ class RadixCache:
 
     def _give_back(self, first: npt.NDArray[np.integer]) -> None:
         """Frees pages, given by their first ids."""
-        self._holds[first // self.alloc_page_size] = False
         self._total -= first.size * self.alloc_page_size
+        self.allocator.unclaim(first)
         self.allocator.free(first)
 
     def _note_removed(self, node: Node) -> None:

@@ -464,6 +464,117 @@ def test_clear_resets_everything_an_open_group_too():
         assert ids(allocator.alloc(page)) == list(range(page, 2 * page))
 
 
+# Pages that a cache holds
+
+
+@pytest.mark.parametrize("make", [f1, f4, d4])
+def test_a_claimed_page_is_in_use_until_it_is_unclaimed_and_freed(make: Callable[[], Allocator]):
+    allocator = make()
+    page = allocator.alloc_page_size
+    every = np.arange(-page, allocator.bound + page)
+    taken = allocator.alloc(2 * page)
+    fresh = allocator.fingerprint()
+    allocator.claim(taken[:page])
+    assert every[allocator.claimed(every)].tolist() == ids(taken[:page])
+    assert every[allocator.in_use(every)].tolist() == ids(taken)
+    assert allocator.available_size() == allocator.capacity - 2 * page
+    assert allocator.fingerprint() != fresh  # the same free is an error in one process only
+    allocator.free(taken[page:])
+    allocator.unclaim(taken[:page])
+    assert not allocator.claimed(every).any()
+    assert every[allocator.in_use(every)].tolist() == ids(taken[:page])
+    allocator.free(taken[:page])
+    assert allocator.available_size() == allocator.capacity
+    assert allocator.claimed([]).shape == (0,)
+    assert allocator.claimed([]).dtype == bool
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (
+            lambda a: a.free([4, 5, 11, 8]),
+            r"free \(Paged.*\): loc holds 11, 8 \(a prefix cache holds them: its evict or reset frees them\)$",
+        ),
+        (lambda a: a.free([9, 28, 0]), r"loc holds 0 \(outside .*\); 28 \(not in use .*\); 9 \(a prefix cache holds"),
+        (lambda a: a.claim([4, 8]), r"claim \(Paged.*\): loc holds 8 \(a prefix cache holds them"),
+        (lambda a: a.claim([28]), r"claim \(Paged.*\): loc holds 28 \(not in use"),
+        (lambda a: a.claim([0, 68]), r"claim \(Paged.*\): loc holds 0, 68 \(outside \[4, 68\)"),
+        (lambda a: a.unclaim([8, 4, 0]), r"unclaim \(Paged.*\): .* 4 \(in use, but claimed by no cache\)$"),
+        (lambda a: a.unclaim([8, 28]), r"unclaim \(Paged.*\): loc holds 28 \(not in use"),
+        (
+            lambda a: a.alloc_extend([4, 2, 1], [5, 4, 2], [7, 9, 12]),
+            r"alloc_extend \(Paged.*\): last_loc of requests 1: 9 lie on pages that a prefix cache holds, .*copy",
+        ),
+        (
+            lambda a: a.alloc_decode([4, 4], [14, 10]),
+            r"alloc_decode \(Paged.*\): last_loc of requests 1: 10 lie on pages that a prefix cache holds",
+        ),
+        (
+            lambda a: a.clear(),
+            r"clear \(Paged.*\): a prefix cache holds 2 pages, starting at ids 8, 16: reset it first",
+        ),
+    ],
+)
+def test_what_a_cache_holds_is_nobody_elses_and_nothing_changes(call: Callable[[Allocator], Any], match: str):
+    allocator = f4()
+    allocator.alloc(24)
+    allocator.claim([8, 9, 10, 11, 16])
+    before, claimed = allocator.fingerprint(), allocator.claimed(np.arange(68)).tolist()
+    with pytest.raises(ValueError, match=match):
+        call(allocator)
+    assert (allocator.fingerprint(), allocator.claimed(np.arange(68)).tolist()) == (before, claimed)
+
+
+def test_a_single_slot_is_claimed_once():
+    allocator = f1()
+    allocator.alloc(3)
+    with pytest.raises(ValueError, match=r"claim \(TokenToKVPoolAllocator\): loc holds 2 \(given twice\)"):
+        allocator.claim([2, 1, 2])
+    allocator.claim([2])
+    with pytest.raises(ValueError, match=r"free \(TokenToKVPoolAllocator\): loc holds 2 \(a prefix cache holds"):
+        allocator.free([1, 2])
+    assert ids(allocator.alloc_decode([3], [2])) == [4]  # a page of one slot is never filled up
+
+
+def test_claims_take_signed_integers():
+    for call in f4().claim, f4().unclaim, f4().claimed:
+        with pytest.raises(TypeError, match=rf"{call.__name__} \(Paged.*\): loc must hold signed integers .* float64"):
+            call([4.0])
+
+
+def test_a_request_that_reads_a_claimed_page_and_does_not_grow_takes_nothing():
+    allocator = f4()
+    allocator.alloc(8)
+    allocator.claim([4])
+    assert ids(allocator.alloc_extend([2, 8], [2, 9], [5, 11])) == [12]
+    assert ids(allocator.alloc_extend([4], [5], [7])) == [16]  # behind whole pages: nothing of a page that is held
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a.claim([8]),
+        lambda a: a.unclaim([4]),
+        lambda a: (a.unclaim([4]), a.free([4])),
+        lambda a: (a.unclaim([4]), a.claim([4])),  # somebody else's perhaps
+    ],
+)
+def test_a_state_from_before_a_claim_changed_is_refused(change: Callable[[Allocator], Any]):
+    allocator = f4()
+    allocator.alloc(8)
+    allocator.claim([4])
+    state, before = allocator.backup_state(), allocator.fingerprint()
+    allocator.alloc(4)
+    allocator.restore_state(state)
+    assert allocator.fingerprint() == before
+    change(allocator)
+    changed = allocator.fingerprint()
+    with pytest.raises(ValueError, match=r"restore_state \(Paged.*\): a prefix cache took over or freed pages since"):
+        allocator.restore_state(state)
+    assert allocator.fingerprint() == changed
+
+
 # Backup and restore
 
 
@@ -561,9 +672,10 @@ def test_a_state_of_another_allocator_is_refused():
         (
             lambda a: a.alloc_extend([5], [6], [16 * 40 + 4]),
             ValueError,
-            "last_loc of requests 0: 644 lie on pages .* not in use",
+            r"in \[16, 48\), got last_loc 644 for prefix lengths 5",
         ),
-        (lambda a: a.alloc_extend([5], [6], [4]), ValueError, r"in \[16, 2147483648\), got last_loc 4"),
+        (lambda a: a.alloc_extend([5], [6], [4]), ValueError, r"in \[16, 48\), got last_loc 4"),
+        (lambda a: a.alloc_decode([6], [52]), ValueError, r"in \[16, 48\), got last_loc 52 for prefix lengths 5"),
         (lambda a: a.alloc_extend([6], [5], [21]), ValueError, "requests 0: expected 0 <= prefix_lens <= seq_lens"),
         (lambda a: a.alloc_extend([5, 7], [6, 8], [20, 22]), ValueError, "requests 0, 1 lie on one page"),
         (
@@ -661,7 +773,10 @@ def test_fingerprints_tell_states_and_geometries_apart():
     seen.add(allocator.fingerprint())
     allocator.free_group_end()
     seen.add(allocator.fingerprint())
-    assert len(seen) == 8  # F1 and a paged pool of 8 single ids are one geometry
+    allocator.claim(slots[4:])
+    seen.add(allocator.fingerprint())
+    assert len(seen) == 9  # F1 and a paged pool of 8 single ids are one geometry
+    allocator.unclaim(slots[4:])
     allocator.free(slots[4:])
     other = f4()
     slots = other.alloc(8)
@@ -679,7 +794,10 @@ def test_an_operation_touches_no_memory_of_the_pools_size():
         slots = allocator.alloc_extend(tokens * 0, tokens, tokens)
         allocator.free(allocator.alloc_decode(tokens - 4, tokens))
         allocator.free(slots)
-        allocator.free(allocator.alloc(1024))
+        slots = allocator.alloc(1024)
+        allocator.claim(slots)
+        allocator.unclaim(slots)
+        allocator.free(slots)
         peaks[pages] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peaks[1_000_000] < 1.1 * peaks[10_000] < 300_000

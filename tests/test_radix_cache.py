@@ -221,6 +221,99 @@ def test_rejected_draft_tokens_give_their_pages_back():
         cache.reset()
 
 
+def test_the_caches_pages_are_not_a_requests_to_free():
+    for make in f1, f4, d4:
+        cache = RadixCache(make())
+        allocator, page = cache.allocator, cache.alloc_page_size
+        tokens = range_(2 * page)
+        slots = fill(cache, tokens)
+        before = allocator.fingerprint(), sizes(cache)
+        with pytest.raises(
+            ValueError, match=rf"free .*: loc holds {slots[0]}.* \(a prefix cache holds them: its evict"
+        ):
+            allocator.free(slots)
+        assert (allocator.fingerprint(), sizes(cache)) == before
+        other = allocator.alloc(allocator.available_size())
+        assert not np.isin(cache.match_prefix(tokens).slots, other).any()
+        assert matched(cache, tokens) == slots
+        assert cache.evict(2 * page) == 2 * page
+        assert allocator.in_use(other).all()
+        assert allocator.available_size() == 2 * page
+
+
+def test_a_fork_does_not_fill_up_a_page_of_the_cache():
+    cache = RadixCache(f4())
+    allocator = cache.allocator
+    slots = allocator.alloc_extend([0], [8], [-1])
+    cache.insert(A + B, slots)
+    with pytest.raises(ValueError, match="last_loc of requests 0: 9 lie on pages that a prefix cache holds"):
+        allocator.alloc_extend([6], [7], slots[5:6])  # the first six tokens, then another
+    own = allocator.alloc_extend([4], [7], slots[3:4])  # the whole page is read, the other one copied
+    assert own.tolist() == [12, 13, 14]
+    assert matched(cache, A + B) == slots.tolist()
+
+
+def test_two_caches_on_one_allocator_keep_to_their_own_pages():
+    allocator = f4()
+    one, two = RadixCache(allocator), RadixCache(allocator)
+    slots = {cache: fill(cache, A + B) for cache in (one, two)}
+    assert slots[one] != slots[two]
+    for mine, other in (one, two), (two, one):
+        before = allocator.fingerprint(), sizes(one), sizes(two)
+        for tokens in A + B, C + B:  # known, and unknown
+            with pytest.raises(ValueError, match=rf"this one .* or another one, starting at ids {slots[other][0]}, "):
+                mine.insert(tokens, slots[other])
+        assert (allocator.fingerprint(), sizes(one), sizes(two)) == before
+    allocator.alloc(64 - 16)
+    assert one.evict(64) == 8
+    assert allocator.in_use(slots[two]).all()
+    assert fill(two, C + B) == slots[one]  # what one cache gave up, the other may have
+    one.reset()
+    assert (sizes(one), sizes(two)) == ((0, 0, 0), (16, 16, 0))
+    assert (matched(two, A + B), matched(two, C + B)) == (slots[two], slots[one])
+    two.reset()
+    assert allocator.available_size() == 16
+    assert not allocator.claimed(range_(68)).any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda c: fill(c, B), lambda c: c.evict(1), lambda c: c.reset(), lambda c: (fill(c, B), c.evict(5))],
+    ids=["insert", "evict", "reset", "there and back"],
+)
+def test_the_allocator_is_not_taken_back_behind_the_cache(change: Callable[[RadixCache], Any]):
+    cache = RadixCache(f4())
+    allocator = cache.allocator
+    fill(cache, A)
+    state = allocator.backup_state()
+    allocator.alloc(8)
+    matched(cache, A)
+    node = cache.match_prefix(A).node
+    cache.inc_lock_ref(node)
+    cache.dec_lock_ref(node)
+    assert cache.evict(0) == 0
+    allocator.restore_state(state)  # nothing of the cache's pages has changed
+    assert allocator.available_size() == 60
+    change(cache)
+    before = allocator.fingerprint(), sizes(cache)
+    with pytest.raises(ValueError, match=r"restore_state .*: a prefix cache took over or freed pages since the state"):
+        allocator.restore_state(state)
+    assert (allocator.fingerprint(), sizes(cache)) == before
+
+
+def test_a_cache_is_reset_before_its_allocator_is_cleared():
+    cache = RadixCache(f4())
+    slots = fill(cache, A + B)
+    with pytest.raises(
+        ValueError, match=r"clear .*: a prefix cache holds 2 pages, starting at ids 4, 8: reset it first"
+    ):
+        cache.allocator.clear()
+    assert matched(cache, A + B) == slots
+    cache.reset()
+    cache.allocator.clear()
+    assert fill(cache, B) == slots[:4]
+
+
 # Locks
 
 
@@ -536,9 +629,9 @@ def test_events_are_taken_only_where_they_are_noted():
         ([-4, -3, -2, -1, 68, 69, 70, 71], "slots holds pages that are not in use, starting at ids -4, 68"),
         ([2**40, 2**40 + 1, 2**40 + 2, 2**40 + 3, 20, 21, 22, 23], f"not in use, starting at ids {2**40}"),
         ([20, 21, 22, 23, 20, 21, 22, 23], "slots holds pages twice, starting at ids 20"),
-        ([24, 25, 26, 27, 20, 21, 22, 23], "the cache has for other tokens, starting at ids 24"),
-        ([20, 21, 22, 23, 24, 25, 26, 27], "the cache has for other tokens, starting at ids 24"),
-        ([4, 5, 6, 7, 12, 13, 14, 15], "the cache has for other tokens, starting at ids 12"),
+        ([24, 25, 26, 27, 20, 21, 22, 23], "a cache has already, .* starting at ids 24"),
+        ([20, 21, 22, 23, 24, 25, 26, 27], "a cache has already, .* starting at ids 24"),
+        ([4, 5, 6, 7, 12, 13, 14, 15], "a cache has already, .* starting at ids 12"),
     ],
 )
 @pytest.mark.parametrize("tokens", [A + C, B + C], ids=["known", "unknown"])
@@ -552,7 +645,7 @@ def test_slots_that_are_not_the_callers_whole_pages_are_refused_and_nothing_chan
     allocator.alloc(12)  # ids 20 to 31, of which the middle page is cached too
     cache.insert([9] * 4, range_(4) + 24)
     if tokens == B + C and slots[0] == 4:
-        message = "the cache has for other tokens, starting at ids 4, 12"
+        message = "a cache has already, .* starting at ids 4, 12"
     before, events = (allocator.fingerprint(), sizes(cache)), len(cache.take_events())
     with pytest.raises(ValueError, match=rf"insert \(RadixCache\): .*{message}"):
         cache.insert(tokens, slots)

@@ -136,6 +136,8 @@ class RadixMachine(RuleBasedStateMachine):
         self.numbers: dict[Any, int] = {}
         self.memory = np.zeros(space.bound, np.int64)
         self.routed: set[tuple[Any, int]] = set()
+        self.saved: tuple[Any, int] | None = None
+        self.changes = 0  # of the pages that are cached
         for prompt in served:
             self.start(prompt)
             if self.requests:
@@ -199,6 +201,7 @@ class RadixMachine(RuleBasedStateMachine):
         assert got == known * self.page
         self.release(duplicates)
         self.used -= set(pages)
+        self.changes += known < len(pages)
         self.cover("insert with duplicates" if duplicates else "insert")
         return whole
 
@@ -333,6 +336,7 @@ class RadixMachine(RuleBasedStateMachine):
         gone = self.model.evict(tokens)
         assert self.cache.evict(tokens) == len(gone) * self.page
         self.release(gone)
+        self.changes += bool(gone)
         left = any(not entry.locks for _, entry in self.model.entries())
         self.cover(("evict some" if left else "evict all") if gone else "evict nothing")
 
@@ -344,6 +348,7 @@ class RadixMachine(RuleBasedStateMachine):
             gone = {entry.page for _, entry in self.model.entries()}
             self.cache.reset()
             self.release(gone)
+            self.changes += bool(gone)
             self.model.roots.clear()
             self.cover("reset")
 
@@ -363,9 +368,40 @@ class RadixMachine(RuleBasedStateMachine):
         self.free, self.grouped = self.free | self.grouped, None
         self.cover("group end")
 
-    def refused(self, what: str, call: Any, *arguments: Any) -> None:
+    @precondition(lambda self: next(self.model.entries(), None))
+    @rule(picks=st.lists(few, min_size=1, max_size=3), mine=st.booleans(), inside=few)
+    def meddle(self, picks: list[int], mine: bool, inside: int):
+        """Frees cached pages, alone or with a request's own; fills them up; clears the allocator under the cache."""
+        cached = [entry.page for _, entry in self.model.entries()]
+        pages = list({cached[pick % len(cached)] for pick in picks})
+        own = sorted(self.own(self.requests[picks[0] % len(self.requests)])) if mine and self.requests else []
+        ids = [page * self.page + inside % self.page for page in own + pages]
+        by = r"\((Paged)?TokenToKVPoolAllocator\): .*a prefix cache holds"
+        self.refused("free", self.allocator.free, ids, by=by)
+        self.refused("claim", self.allocator.claim, ids, by=by)
+        if filled := inside % self.page:
+            last = pages[0] * self.page + filled - 1
+            self.refused("extension", self.allocator.alloc_extend, [filled], [filled + 1], [last], by=by)
+            self.refused("extension", self.allocator.alloc_decode, [filled + 1], [last], by=by)
+        self.refused("clear", self.allocator.clear, by=by)
+
+    @rule(pages=few)
+    def back_up_and_draft(self, pages: int):
+        state, before = self.allocator.backup_state(), self.allocator.fingerprint()
+        self.allocator.alloc(pages * self.page)
+        self.allocator.restore_state(state)
+        assert self.allocator.fingerprint() == before
+        self.saved = state, self.changes
+
+    @precondition(lambda self: self.saved and self.saved[1] != self.changes)
+    @rule()
+    def restore_wrongly(self):
+        by = r"restore_state .*: a prefix cache took over or freed pages since"
+        self.refused("restore", self.allocator.restore_state, self.saved[0], by=by)
+
+    def refused(self, what: str, call: Any, *arguments: Any, by: str = r"\(RadixCache\)") -> None:
         before = self.allocator.fingerprint(), repr(self.cache)
-        with pytest.raises(ValueError, match=r"\(RadixCache\)"):
+        with pytest.raises(ValueError, match=by):
             call(*arguments)
         assert (self.allocator.fingerprint(), repr(self.cache)) == before
         assert self.cache.take_events() == []
@@ -414,6 +450,9 @@ class RadixMachine(RuleBasedStateMachine):
         owned = [page for request in self.requests for page in self.own(request)]
         assert sorted(owned) == sorted(self.used)
         assert self.cache.total_size == len(entries) * self.page
+        every = np.arange(self.count + 1) * self.page
+        assert set(np.flatnonzero(self.allocator.claimed(every))) == parts[3]
+        assert set(np.flatnonzero(self.allocator.in_use(every))) == parts[2] | parts[3]
         assert self.cache.protected_size == sum(entry.locks > 0 for _, entry in entries) * self.page
         assert self.cache.evictable_size == sum(entry.locks == 0 for _, entry in entries) * self.page
         self.routed_changes()
@@ -456,7 +495,8 @@ OUTCOMES = {
         "group",
         "group end",
     ),
-    *("refused reset", "refused unlock", "refused insert", "refused lengths"),
+    *("refused reset", "refused unlock", "refused insert", "refused lengths", "refused restore"),
+    *("refused free", "refused claim", "refused extension", "refused clear"),
 }
 
 
