@@ -18,7 +18,8 @@ def attend_rows(
     """Attention of queries over rows, with the log-sum-exp that `merge_states` needs. Plain jnp, float32 inside.
 
     A masked row contributes exactly nothing, whatever its bytes (a reused page may hold NaN). Leading dimensions
-    broadcast: `q [T, H, D]` with `k [S, K, D]` and `mask [T, S]` is a prefill.
+    broadcast: `q [T, H, D]` with `k [S, K, D]` and `mask [T, S]` is a prefill, `q [B, T, H, D]` with
+    `k [B, 1, S, K, D]` and `mask [B, T, S]` a batch. The causal mask over a DCP rank's rows is in `local_rows`.
 
     Args:
       q: `[..., H, D]` queries.
@@ -89,13 +90,16 @@ def merge_states(out: jax.Array, lse: jax.Array, axis_name: str | tuple[str, ...
 def local_rows(slots: SlotSpace, table: Any, lens: Any, rank: Any) -> tuple[Any, Any]:
     """The rows on `rank` of each request of a batch, in the order of their positions.
 
+    `get_kv` takes them as `rows.reshape(-1)`. A query token at position p, `at [B, T]` for a batch, sees p and what is
+    before it: `arange(rows.shape[1]) < slots.local_lens(at + 1, rank)[..., None]`, a mask `[B, T, n]`; -1 sees nothing.
+
     Args:
       table: `[B, L]` int slot ids by position (`ReqToTokenPool.req_to_token`); entries past `lens` may be anything.
       lens: `[B]` int tokens of each request.
       rank: this DCP rank; may be traced.
 
     Returns:
-      rows `[B, L]` (or as many columns as a rank can own of L positions), -1 past the end, and how many, `[B]` int32.
+      rows `[B, n]`, n being what a rank can own of L positions at most, -1 past the end; and how many, `[B]` int32.
     """
     xp: Any = jnp if any(isinstance(x, jax.Array) for x in (table, lens, rank)) else np
     table, lens = _table(table, lens, xp, "local_rows")

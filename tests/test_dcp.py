@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from small_pools import ids, mesh, on
 
@@ -191,6 +192,39 @@ def test_a_ranks_part_by_itself_reads_its_rows_by_number(family, stacked, check_
     for rank, held in enumerate(places):
         for have, want in zip(got, model.get_kv(2, np.array(held, np.int32)), strict=True):
             np.testing.assert_array_equal(np.asarray(have[rank]).astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_new_tokens_of_a_batch_attend_causally_to_the_rows_of_all_ranks(interleave, axis_type):
+    pool = POOLS["MHA"](size=16, page_size=4, layer_num=1, interleave=interleave, **on(2, 2, axis_type))
+    rng, page = np.random.default_rng(3), pool.slots.alloc_page_size
+    table = (np.array([[3, 1], [4, 2], [2, 4]])[:, :, None] * page + np.arange(page)).reshape(3, -1).astype(np.int32)
+    lens = np.array([11, 3, 0])
+    at = np.array([[8, 9, 10], [2, -1, -1], [-1, -1, -1]])  # where each new token stands; -1 is padding
+    written = np.concatenate([table[0, :11], table[1, :3]])
+    k, v = np.asarray(jnp.asarray(rng.standard_normal((2, 14, 4, 16)), jnp.bfloat16))
+    q = rng.standard_normal((3, 3, 8, 16)).astype(np.float32)
+    heads = P(None, None, "tp")
+
+    def attend(pool, q):
+        rank = jax.lax.axis_index("dcp")
+        rows, _ = jkv.local_rows(pool.slots, table, lens, rank)
+        keys, values = (x.reshape(*rows.shape, *x.shape[1:]) for x in pool.local().get_kv(0, rows.reshape(-1)))
+        seen = pool.slots.local_lens(at + 1, rank)
+        mask = jnp.arange(rows.shape[1]) < seen[..., None]
+        return jkv.merge_states(*jkv.attend_rows(q, keys[:, None], values[:, None], mask), "dcp")
+
+    pool = pool.set_kv_buffer(0, written, k, v)
+    specs = {"in_specs": (pool.partition_specs(), heads), "out_specs": (heads, heads)}
+    over = jkv.checked_jit(jax.shard_map(attend, mesh=mesh(2, 2, axis_type), **specs))
+    out, lse = over(pool, jax.device_put(q, jax.NamedSharding(mesh(2, 2, axis_type), heads)))
+    jkv.wait_for_checks()
+    for b, part in enumerate((slice(0, 11), slice(11, 14), slice(14, 14))):
+        mask = np.arange(lens[b]) <= at[b][:, None]
+        want, want_lse = softmax_attention(q[b], k[part], v[part], mask)
+        np.testing.assert_allclose(out[b], want, atol=1e-5)
+        np.testing.assert_allclose(lse[b], want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_a_part_is_a_ranks_only_where_the_pool_is_split():
