@@ -344,7 +344,8 @@ class Pool:
     def get_cpu_copy(self, loc: SlotIds) -> HostCopy:
         """The rows of `loc` on the host, all layers and buffers. Waits for them, so that the pool may be donated next.
 
-        With several processes each gets all rows. Ids out of range read zeros.
+        With several processes each gets all rows. Ids out of range read zeros, so `loc` may be padded (`jkv.pad_slots`)
+        to one length for all copies: `load_cpu_copy` in a jitted step is compiled for each.
 
         Args:
           loc: `[N]` signed integers, concrete.
@@ -362,7 +363,8 @@ class Pool:
     def load_cpu_copy(self, host: HostCopy, loc: SlotIds) -> Self:
         """Writes the rows of a host copy to slots `loc`, which need not be those they came from.
 
-        In a jitted step with the pool donated this is in place; `host` is a PyTree.
+        In a jitted step with the pool donated this is in place; `host` is a PyTree. For one compilation, copy with
+        `get_cpu_copy(jkv.pad_slots(loc, length))` and load with `jkv.pad_slots(new_loc, length)`.
 
         Args:
           host: what `get_cpu_copy` returned, of a pool with the same rows and layers (any mesh).

@@ -87,7 +87,8 @@ class MHATokenToKVPool(Pool):
           layer_id: the model's layer number; may be traced when the pool is stacked.
           loc: `[N]` signed integers, distinct apart from padding.
           cache_k, cache_v: `[N, head_num, head_dim]` and `[N, head_num, v_head_dim]` floats, cast to the pool's dtype.
-          k_scale, v_scale: FP8 pools only: divide by it in float32 first; a number or an array of shape () or (1,).
+          k_scale, v_scale: pools of an FP8 dtype only (FP4 pools take none): divide by it in float32 first; a number,
+            or an array of shape () or (1,).
 
         Returns:
           The new pool; in place when this one is donated to the jitted caller.
@@ -112,7 +113,7 @@ class MHATokenToKVPool(Pool):
 
         Args:
           layer_id, loc: as in `set_kv_buffer`; ids may repeat.
-          k_scale, v_scale: FP8 pools only: multiply by it in float32.
+          k_scale, v_scale: pools of an FP8 dtype only (FP4 pools take none): multiply by it in float32.
           dst_dtype: dtype of the result; the pool's, or bfloat16 with a scale, when None.
 
         Returns:

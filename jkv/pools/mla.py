@@ -70,7 +70,8 @@ class MLATokenToKVPool(Pool):
           layer_id: the model's layer number; may be traced when the pool is stacked.
           loc: `[N]` signed integers, distinct apart from padding.
           cache_k: `[N, 1, kv_lora_rank + qk_rope_head_dim]` floats (the 1 may be absent), cast to the pool's dtype.
-          k_scale: FP8 pools only: divide the row by it in float32 first; a number or an array of shape () or (1,).
+          k_scale: pools of an FP8 dtype only (FP4 and DSA pools take none): divide the row by it in float32 first; a
+            number, or an array of shape () or (1,).
 
         Returns:
           The new pool; in place when this one is donated to the jitted caller.
@@ -104,8 +105,8 @@ class MLATokenToKVPool(Pool):
 
         Args:
           layer_id, loc: as in `set_kv_buffer`; ids may repeat.
-          k_scale: FP8 pools only: multiply by it in float32.
-          dst_dtype: dtype of the result; the pool's, or bfloat16 with a scale, when None.
+          k_scale: pools of an FP8 dtype only (FP4 and DSA pools take none): multiply by it in float32.
+          dst_dtype: dtype of the result; the pool's (of DSA bfloat16), or bfloat16 with a scale, when None.
 
         Returns:
           `[N, 1, kv_lora_rank + qk_rope_head_dim]`, `[N, 1, kv_lora_rank]`.
