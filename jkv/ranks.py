@@ -89,6 +89,17 @@ class Ranks:
         """The pool's axes that no shard_map around the caller has opened."""
         return self.axes - self._manual_axes()
 
+    def misopened(self) -> str | None:
+        """What is wrong with the shard_map that the caller stands in, or None.
+
+        A rank's number counts along all DCP axes, the first the slowest: with some of them opened, the parts that an
+        inner shard_map makes of the rest are those of the pool only where the opened ones come first.
+        """
+        opened = [name in self._manual_axes() for name in self.dcp_axis if self._size(name) > 1]
+        if sorted(opened, reverse=True) == opened:
+            return None
+        return f"a shard_map over some of dcp_axis {self.dcp_axis} must open the first of them, not only later ones"
+
     def split_here(self) -> tuple[int, int]:
         """Into how many parts rows and heads are split already where the caller stands: (1, 1) outside a shard_map."""
         rows = heads = 1

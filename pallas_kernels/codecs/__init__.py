@@ -8,6 +8,7 @@ from jax import lax
 from pallas_kernels.codecs import fp8, fp8_cast
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_READ_DTYPES = ("float64", *FLOAT_DTYPES)
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -57,18 +58,27 @@ def from_words(words, dtype, scale=None, dst_dtype=None):
     if scale is not None:
         rows = rows.astype(jnp.float32) * jnp.asarray(scale, jnp.float32).reshape(())
         dst_dtype = jnp.bfloat16 if dst_dtype is None else dst_dtype
-    return rows if dst_dtype is None else rows.astype(dst_dtype)
+    return rows if dst_dtype is None else fp8.cast(rows, dst_dtype)
 
 
 def as_rows(rows, shapes: list[tuple[int, ...]], where: str, name: str) -> jax.Array:
     """Validates float rows of one of `shapes` and returns them in the first.
 
+    float64 is rounded to float32 first, as JAX does where x64 is off; every other dtype stays as it is.
+
     Raises:
-      ValueError: another shape, or a dtype that is none of `FLOAT_DTYPES`.
+      ValueError: another shape, or a dtype that is neither that nor one of `FLOAT_DTYPES`.
     """
-    if not isinstance(rows, jax.Array):  # a copy: the caller may reuse its memory while the step is in flight
-        host = np.asarray(rows)
-        rows = host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
+    if not isinstance(rows, jax.Array):
+        try:
+            host = np.asarray(rows)
+        except ValueError as error:
+            raise ValueError(f"{where}: {name} must have shape {shapes[0]}: {error}") from None
+        # A copy: the caller may reuse its memory while the step is in flight. JAX takes native byte order only.
+        rows = host.astype(host.dtype.newbyteorder("="))
+    if rows.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            rows = rows.astype(np.float32)
     if rows.shape not in shapes:
         raise ValueError(f"{where}: {name} must have shape {' or '.join(map(str, shapes))}, got {rows.shape}")
     if rows.dtype.name not in FLOAT_DTYPES:
@@ -85,12 +95,12 @@ def parse_dtype(dtype) -> jnp.dtype | None:
 
 
 def as_float_dtype(dtype, where: str, name: str) -> jnp.dtype | None:
-    """Validates a dtype that rows are to be read in; None stays None. ValueError for what is no float dtype."""
+    """Validates a dtype that rows are to be read in; None stays None. ValueError for what no row can be read in."""
     if dtype is None:
         return None
     parsed = parse_dtype(dtype)
-    if parsed is None or not jnp.issubdtype(parsed, jnp.floating):
-        raise ValueError(f"{where}: {name} must be a float dtype, got {dtype!r}")
+    if parsed is None or parsed.name not in _READ_DTYPES:
+        raise ValueError(f"{where}: {name} must be a float dtype, one of {', '.join(_READ_DTYPES)}, got {dtype!r}")
     return parsed
 
 
@@ -98,17 +108,18 @@ def as_scale(scale, dtype, where: str, name: str) -> jax.Array | None:
     """Validates a scale: None, a positive number, or an array of shape () or (1,); float32 `()` comes back.
 
     Raises:
-      ValueError: a scale for a dtype that takes none, a wrong shape, or a number that is not positive and finite.
+      ValueError: a scale for a dtype that takes none, a wrong shape, no real number, or (where that can be told without
+        waiting for a device) a number that is not positive and finite.
     """
     if scale is None:
         return None
     if not is_fp8(dtype):
         raise ValueError(f"{where}: {name} is for FP8 rows only, and these are {jnp.dtype(dtype).name}")
-    try:
-        with np.errstate(over="ignore"):
-            array = scale.astype(jnp.float32) if isinstance(scale, jax.Array) else np.asarray(scale, np.float32)
-    except (TypeError, ValueError):
-        raise ValueError(f"{where}: {name} must be a number or an array of one, got {scale!r}") from None
+    array = scale if isinstance(scale, jax.Array) else np.asarray(scale)
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise ValueError(f"{where}: {name} must be a number or an array of one, got {scale!r}")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
     if array.shape not in ((), (1,)):
         raise ValueError(f"{where}: {name} must be a number or have shape () or (1,), got shape {array.shape}")
     # Judged as float32, which is what divides: 1e-50 is zero there and 1e300 infinite.

@@ -119,6 +119,6 @@ def decode(rows, kv_lora_rank: int, dtype=jnp.bfloat16):
     split = r + r // TILE * 4
     code = lax.bitcast_convert_type(rows[..., :r], jnp.float8_e4m3fn).reshape(*lead, r // TILE, TILE)
     scale = lax.bitcast_convert_type(rows[..., r:split].reshape(*lead, r // TILE, 4), jnp.float32)
-    nope = (code.astype(jnp.float32) * scale[..., None]).astype(dtype)
+    nope = fp8.cast(code.astype(jnp.float32) * scale[..., None], dtype)
     rope = lax.bitcast_convert_type(rows[..., split:].reshape(*lead, (rows.shape[-1] - split) // 2, 2), jnp.bfloat16)
-    return nope.reshape(*lead, r), rope.astype(dtype)
+    return nope.reshape(*lead, r), fp8.cast(rope, dtype)

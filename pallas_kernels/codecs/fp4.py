@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.codecs import fp8
+
 BLOCK = 16
 _LEAST_EXPONENT, _NAN_EXPONENT = -33, 128  # the first is ceil(log2(1e-10))
 _INFINITY = 0x7F800000
@@ -121,5 +123,5 @@ def decode(packed, scales, dtype=jnp.bfloat16):
         low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in (even, odd))
         pairs = lax.bitcast_convert_type((low >> 16) | (high & np.uint32(0xFFFF0000)), jnp.bfloat16)
     else:
-        pairs = jnp.stack([even, odd], axis=-1).astype(dtype)
+        pairs = fp8.cast(jnp.stack([even, odd], axis=-1), dtype)
     return pairs.reshape(*lead, 2 * half)

@@ -51,3 +51,10 @@ def encode(x, dtype):
     ties to even, subnormals included.
     """
     return codes(x.astype(jnp.float32), dtype).astype(jnp.uint8)
+
+
+def cast(rows, dtype):
+    """`rows.astype(dtype)`, but to another 8-bit float by `encode`: a finite number never becomes NaN."""
+    if jnp.dtype(dtype).name in FORMATS and rows.dtype != dtype:
+        return lax.bitcast_convert_type(encode(rows, dtype), dtype)
+    return rows.astype(dtype)
