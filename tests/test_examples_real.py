@@ -34,7 +34,10 @@ def test_the_tokenizer_is_the_models(model: Model):
     assert len(model.tokenizer.encode("1999")) == 4
 
 
-@pytest.mark.parametrize(("dcp", "tp"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize(
+    ("dcp", "tp"),
+    [(1, 1), (4, 1), (2, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (1, 3)))],
+)
 def test_greedy_tokens_are_those_of_transformers(model: Model, dcp: int, tp: int):
     result = generate.generate(model, PROMPTS, dcp=dcp, tp=tp, kv_dtype="f32", pool_tokens=512)
     for text, case in zip(result.texts, CASES, strict=True):

@@ -15,8 +15,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def start(devices: int, *arguments: str) -> subprocess.Popen:
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"]),
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "JKV_ENABLE_ASYNC_ASSERT": "1",
