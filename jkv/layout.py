@@ -72,6 +72,27 @@ class Layout:
         """Heads of `buffer` where the caller stands."""
         return buffer.heads // self.ranks.split_here()[1] if buffer.split_heads else buffer.heads
 
+    def check_arrays(self, arrays: tuple, door: str) -> None:
+        """ValueError unless `arrays`, for each buffer one or a tuple of them, are a pool's part of where we stand."""
+        mesh = self.ranks.mesh
+        if wrong := self.ranks.misopened():
+            raise ValueError(f"{door}: {wrong}")
+        for buffer, some in zip(self.buffers, arrays, strict=True):
+            expected = self.shape_here(buffer)
+            for array in jax.tree.leaves(some):
+                if array.shape != expected:
+                    raise ValueError(
+                        f"{door}: {buffer.name} has shape {array.shape} here, expected {expected}; "
+                        "pass the pool in and out of a shard_map with pool.partition_specs()"
+                    )
+                if mesh is None or isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+                    continue
+                if (found := len(array.sharding.device_set)) != mesh.size:
+                    raise ValueError(
+                        f"{door}: {buffer.name} lies on {found} of the {mesh.size} devices of its mesh; "
+                        "place each array by a NamedSharding of its part of pool.partition_specs()"
+                    )
+
     @property
     def row_spec(self) -> P:
         """Sharding of `[N, heads, ...]` rows, of any buffer: a pool's buffers split their heads all or none."""

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jkv import checks
-from jkv.host_copy import HostCopy, kind_of
+from jkv.host_copy import HostCopy, kind_of, words_of
 from jkv.layout import Buffer, Layout
 from jkv.pools import programs
 from jkv.ranks import Ranks
@@ -223,29 +223,8 @@ class Pool:
                 raise IndexError(f"{door}: layer_id {layer_id} outside [{first}, {end}), the layers of this pool")
             at = np.int32(at)
         arrays, at = (self.arrays, at) if layout.stacked else (tuple(a[at] for a in self.arrays), None)
-        self._check_arrays(arrays, door)
+        layout.check_arrays(arrays, door)
         return arrays, at
-
-    def _check_arrays(self, arrays: tuple, door: str) -> None:
-        """ValueError unless `arrays`, for each buffer one or a tuple of them, are the pool's part of where we stand."""
-        layout, mesh = self.layout, self.layout.ranks.mesh
-        if wrong := layout.ranks.misopened():
-            raise ValueError(f"{door}: {wrong}")
-        for buffer, some in zip(layout.buffers, arrays, strict=True):
-            expected = layout.shape_here(buffer)
-            for array in jax.tree.leaves(some):
-                if array.shape != expected:
-                    raise ValueError(
-                        f"{door}: {buffer.name} has shape {array.shape} here, expected {expected}; "
-                        "pass the pool in and out of a shard_map with pool.partition_specs()"
-                    )
-                if mesh is None or isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
-                    continue
-                if len(array.sharding.device_set) != mesh.size:
-                    raise ValueError(
-                        f"{door}: {buffer.name} lies on {len(array.sharding.device_set)} of the {mesh.size} devices of "
-                        "its mesh; place each array by a NamedSharding of its part of pool.partition_specs()"
-                    )
 
     def _with_layer(self, layer_id, arrays) -> Self:
         """This pool with new arrays for a layer."""
@@ -357,7 +336,7 @@ class Pool:
           KVIndexError: with checks on, ids out of range or repeated targets.
         """
         door = f"move_kv_cache ({self.label})"
-        self._check_arrays(self.arrays, door)
+        self.layout.check_arrays(self.arrays, door)
         tgt = self._ids(tgt_loc, door, "tgt_loc", label=f"{door} tgt_loc", distinct=True)
         src = self._ids(src_loc, door, "src_loc", label=f"{door} src_loc")
         if tgt.shape != src.shape:
@@ -377,7 +356,7 @@ class Pool:
           TypeError, KVIndexError: as in `move_kv_cache`. ValueError: called under a trace.
         """
         door = f"get_cpu_copy ({self.label})"
-        self._check_arrays(self.arrays, door)
+        self.layout.check_arrays(self.arrays, door)
         loc = self._ids(loc, door)
         words = programs.fetch_all(self, loc)
         if any(isinstance(w, jax.core.Tracer) for w in words):
@@ -399,20 +378,7 @@ class Pool:
           KVIndexError: as in `move_kv_cache`.
         """
         door = f"load_cpu_copy ({self.label})"
-        self._check_arrays(self.arrays, door)
+        self.layout.check_arrays(self.arrays, door)
         ids = self._ids(loc, door, distinct=True)
-        expected = kind_of(self.label, self.layout)
-        if not isinstance(host, HostCopy):
-            raise ValueError(f"{door}: host must be what get_cpu_copy returned, got {type(host).__name__}")
-        if host.kind != expected:
-            raise ValueError(f"{door}: the copy is of {host.kind}; this pool holds {expected}")
-        if rows := {w.shape[1] for w in host.words if w.ndim > 1} - {ids.shape[0]}:
-            raise ValueError(f"{door}: loc must name one slot a row: {ids.shape[0]} ids, {rows.pop()} rows")
-        layout, lead = self.layout, (self.layer_num, ids.shape[0])
-        wanted = [((*lead, *b.row(layout.heads_here(b))), b.dtype) for b in layout.buffers]
-        found = [(w.shape, np.dtype(w.dtype)) for w in host.words]
-        if found != wanted:
-            raise ValueError(f"{door}: host holds words {found}, expected {wanted}: has something changed them?")
-        # Host arrays are copied: the caller may reuse their memory while the restore is in flight.
-        words = tuple(np.array(w) if isinstance(w, np.ndarray) else w for w in host.words)
+        words = words_of(host, self.label, self.layout, ids.shape[0], door)
         return self._with(programs.store_all(self, ids, words))

@@ -100,7 +100,9 @@ def as_float_dtype(dtype, where: str, name: str) -> jnp.dtype | None:
         return None
     parsed = parse_dtype(dtype)
     if parsed is None or parsed.name not in _READ_DTYPES:
-        raise ValueError(f"{where}: {name} must be a float dtype, one of {', '.join(_READ_DTYPES)}, got {dtype!r}")
+        raise ValueError(
+            f"{where}: {name} must be a float dtype, got {dtype!r}; rows are read as {', '.join(_READ_DTYPES)}"
+        )
     return parsed
 
 
