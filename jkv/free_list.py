@@ -126,8 +126,9 @@ class FreeList:
         low, high = page, (self.count + 1) * page
         if ids.min() >= low and ids.max() < high:
             items = _first_of_runs((ids // page).astype(np.int32))  # ids of a page stand together: little left to sort
-            items.sort()
-            items = _first_of_runs(items)
+            if (items[1:] <= items[:-1]).any():
+                items.sort()
+                items = _first_of_runs(items)
             right = self._states[items] == (_CLAIMED if claimed else _USED)
             if right.all() and (items.size == ids.size or not distinct):
                 return items

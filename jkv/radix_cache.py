@@ -144,13 +144,15 @@ class RadixCache:
             raise ValueError(f"{where}: slots holds pages that are not in use, starting at ids {named(first[idle])}")
         found = self._tree.find(tokens, extra_key)
         known = found.length // page
-        duplicates = first[:known][first[:known] != self._tree.slots_of(found)[::page]]
-        for mine in (duplicates, first[known:]):
-            if (held := self.allocator.claimed(mine)).any():
-                raise ValueError(
-                    f"{where}: slots holds pages that a cache has already, this one for other tokens or another one, "
-                    f"starting at ids {named(mine[held])}"
-                )
+        own = np.zeros(first.size, bool)
+        own[:known] = first[:known] == self._tree.slots_of(found)[::page]
+        held = self.allocator.claimed(first) & ~own
+        if held.any():
+            raise ValueError(
+                f"{where}: slots holds pages that a cache has already, this one for other tokens or another one, "
+                f"starting at ids {named(first[held])}"
+            )
+        duplicates = first[:known][~own[:known]]
         parent = self._tree.cut(found)
         self._touch(found.nodes)
         if duplicates.size:
