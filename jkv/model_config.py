@@ -64,6 +64,12 @@ class _Fields:
             raise self.error(f"field {name!r} must be an integer of at least {least}, got {value!r}")
         return value
 
+    def flag(self, name: str) -> bool:
+        value = self.get(name, False)
+        if type(value) is not bool:
+            raise self.error(f"field {name!r} must be true or false, got {value!r}")
+        return value
+
     def part(self, name: str) -> "_Fields":
         value = self.get(name)
         if not isinstance(value, Mapping):
@@ -101,12 +107,15 @@ def _mha(fields: _Fields, layer_types: list[str] | None = None) -> ModelConfig:
         for kind, why in _NOT_HELD.items()
         if kind in kinds
     ]
-    dims = {"head_num": fields.number("num_key_value_heads", heads), "head_dim": head_dim, "layer_num": held}
+    kv_heads = fields.number("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    dims = {"head_num": kv_heads, "head_dim": head_dim, "layer_num": held}
     return ModelConfig("MHA", dims, layers, tuple(left_out))
 
 
 def _qwen3(fields: _Fields) -> ModelConfig:
-    slides = fields.get("use_sliding_window", False) and fields.get("sliding_window") is not None
+    slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
     layers, first = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28, least=0)
     return _mha(
         fields.with_defaults(_DEFAULTS_OF_QWEN3),
@@ -115,7 +124,7 @@ def _qwen3(fields: _Fields) -> ModelConfig:
 
 
 def _qwen3_moe(fields: _Fields) -> ModelConfig:
-    if fields.get("use_sliding_window", False) and fields.get("sliding_window") is not None:
+    if fields.flag("use_sliding_window") and fields.get("sliding_window") is not None:
         raise fields.error("use_sliding_window is set: every layer slides, and these pools would hold nothing")
     return _mha(fields)
 
@@ -183,8 +192,8 @@ def read_model_config(path: str | pathlib.Path) -> ModelConfig:
     """Reads a `config.json`, or the one in a folder.
 
     Raises:
-      ConfigError: no such file, no JSON object, an unknown `model_type`, a field that is missing, no number where one
-        is due, or layers that contradict each other; with the file's name.
+      ConfigError: no such file, no JSON object, an unknown `model_type`, a field that is missing, no number or
+        boolean where one is due, heads that do not divide, or layers that contradict each other; with the file's name.
     """
     path = pathlib.Path(path)
     try:

@@ -45,14 +45,18 @@ class Row:
       kv_dtype: what the pool stores.
       bytes_per_token: of the whole token, all layers, replicas over TP counted once.
       bytes_per_token_on_device: of the part on one device that holds it.
-      fits: for each number of DCP ranks what fits.
-      note: why nothing does; None otherwise.
+      extra_bytes_per_token: what a token takes on that device beside the pool; counted in what fits.
+      fits: for each number of DCP ranks what fits, where something does.
+      misfits: for each of the others why nothing does, if there are both.
+      note: why nothing fits for any; None otherwise.
     """
 
     kv_dtype: str
     bytes_per_token: int | None = None
     bytes_per_token_on_device: int | None = None
+    extra_bytes_per_token: int = 0
     fits: dict[int, jkv.Capacity] = dataclasses.field(default_factory=dict)
+    misfits: dict[int, str] = dataclasses.field(default_factory=dict)
     note: str | None = None
 
 
@@ -83,18 +87,25 @@ def plan(
         raise ValueError(f"tp {tp} does not divide the {heads} KV heads: the pools never replicate heads")
     rows = []
     for name, (pool_class, options) in _FORMATS[model.family].items():
-        fits = {}
-        try:
-            for dcp in dcp_sizes:
-                place = {"mesh": AbstractMesh((dcp, tp), ("dcp", "tp")), "dcp_axis": "dcp", "tp_axis": "tp"}
+        row = Row(name, extra_bytes_per_token=extra_bytes_per_token)
+        for dcp in dcp_sizes:
+            place = {"mesh": AbstractMesh((dcp, tp), ("dcp", "tp")), "dcp_axis": "dcp", "tp_axis": "tp"}
+            try:
                 spec = jkv.PoolSpec(pool_class, **options, **model.dims, **place)
-                fits[dcp] = jkv.max_tokens(
+                row.fits[dcp] = jkv.max_tokens(
                     memory_bytes, spec, page_size=page_size, extra_bytes_per_token=extra_bytes_per_token
                 )
-        except ValueError as error:  # dimensions that the format does not take, or memory for no page
-            rows.append(Row(name, note=str(error)))
-            continue
-        rows.append(Row(name, jkv.bytes_per_token(spec), jkv.bytes_per_token(spec, per_rank=True), fits))
+            except ValueError as error:  # dimensions that the format does not take, memory for no page, or too many ids
+                row.misfits[dcp] = str(error)
+                continue
+            row = dataclasses.replace(
+                row,
+                bytes_per_token=jkv.bytes_per_token(spec),
+                bytes_per_token_on_device=jkv.bytes_per_token(spec, per_rank=True),
+            )
+        if not row.fits:
+            row = dataclasses.replace(row, misfits={}, note=row.misfits[dcp_sizes[0]])
+        rows.append(row)
     return rows
 
 
@@ -152,14 +163,17 @@ def table(rows: Sequence[Row], dcp_sizes: Sequence[int]) -> str:
             notes.append(f"{row.kv_dtype}: {row.note}")
             lines.append([row.kv_dtype, *["-"] * (2 + len(dcp_sizes))])
             continue
-        totals = [f"{fit.aggregate:,}{'*' * (fit.limit != 'memory')}" for fit in row.fits.values()]
-        per_rank = row.fits[dcp_sizes[0]].per_rank
-        lines.append([row.kv_dtype, f"{row.bytes_per_token_on_device:,}", f"{per_rank:,}", *totals])
+        notes.extend(f"dcp {dcp}: {why}" for dcp, why in row.misfits.items())  # the same for most KV dtypes
+        totals = {dcp: f"{fit.aggregate:,}{'*' * (fit.limit != 'memory')}" for dcp, fit in row.fits.items()}
+        extra = f" + {row.extra_bytes_per_token:,}" if row.extra_bytes_per_token else ""
+        per_rank = next(iter(row.fits.values())).per_rank
+        cells = [f"{row.bytes_per_token_on_device:,}{extra}", f"{per_rank:,}"]
+        lines.append([row.kv_dtype, *cells, *(totals.get(dcp, "-") for dcp in dcp_sizes)])
     if any(fit.limit != "memory" for row in rows for fit in row.fits.values()):
         notes.append("* memory holds more; slot ids end at int32, unless x64 is enabled")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
-    return "\n".join(text + ([""] + notes if notes else []))
+    return "\n".join(text + ([""] + list(dict.fromkeys(notes)) if notes else []))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -208,15 +222,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     dims = {name: value for name, value in model.dims.items() if name != "layer_num"}
     if args.json:
         facts = {"model": args.model, "memory_bytes": memory, "pool_bytes": free, "page_size": args.page_size}
-        report = facts | {"tp": args.tp} | dataclasses.asdict(model) | {"rows": list(map(dataclasses.asdict, rows))}
+        facts |= {"tp": args.tp, "extra_bytes_per_token": args.extra_bytes_per_token}
+        report = facts | dataclasses.asdict(model) | {"rows": list(map(dataclasses.asdict, rows))}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return status
     held = f"{model.dims['layer_num']} of {model.layers} layers"
+    beside = " (in the pool + beside it)" if args.extra_bytes_per_token else ""
     lines = [
         f"{args.model}: {model.family} pools, {', '.join(f'{name} {value}' for name, value in dims.items())}, {held}",
         *(f"not in the pool: {what}" for what in model.left_out),
         f"{free:,} of {memory:,} bytes of a device for the pool; page_size {args.page_size}, tp {args.tp}",
-        "bytes/token: on a device; tokens/rank: on one DCP rank; dcp N: tokens on N ranks together",
+        f"bytes/token: on a device{beside}; tokens/rank: on one DCP rank; dcp N: tokens on N ranks together",
         "",
         table(rows, dcp_sizes),
     ]

@@ -103,7 +103,8 @@ def test_the_defaults_are_those_of_transformers(tmp_path):
 
 def test_layers_of_qwen3_slide_only_when_they_are_told_to(tmp_path):
     qwen = MHA | {"model_type": "qwen3", "num_hidden_layers": 30, "sliding_window": 4096, "max_window_layers": 20}
-    assert read(tmp_path, qwen | {"use_sliding_window": False}).dims["layer_num"] == 30
+    for off in False, None:
+        assert read(tmp_path, qwen | {"use_sliding_window": off}).dims["layer_num"] == 30
     slides = read(tmp_path, qwen | {"use_sliding_window": True})
     assert slides.dims["layer_num"] == 20
     assert slides.left_out[0].startswith("10 sliding-window layers: they need the last 4096 tokens")
@@ -142,11 +143,25 @@ def test_a_folder_stands_for_its_config(tmp_path):
         (MHA | {"num_hidden_layers": "two"}, "'num_hidden_layers' must be an integer of at least 1, got 'two'"),
         (MHA | {"num_key_value_heads": 0}, "'num_key_value_heads' must be an integer of at least 1, got 0"),
         (MHA | {"head_dim": True}, "'head_dim' must be an integer of at least 1, got True"),
+        (MHA | {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
+        (MHA | {"num_key_value_heads": 8}, "num_key_value_heads 8 does not divide num_attention_heads 4"),
+        (
+            {"model_type": "gemma3_text", "num_hidden_layers": 26, "num_attention_heads": 6},
+            "num_key_value_heads 4 does not divide num_attention_heads 6",
+        ),
         (MHA | {"hidden_size": 33}, "no head_dim, and hidden_size 33 is no multiple of 4 heads"),
         (MHA | {"layer_types": ["full_attention"]}, "layer_types must list a kind for each of 2 layers"),
         (MHA | {"layer_types": ["full_attention", "odd"]}, "layer_types has unknown kinds: odd"),
         (MHA | {"layer_types": ["sliding_attention"] * 2}, "no layer has full attention"),
         (MHA | {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 9}, "every layer slides"),
+        *[
+            (
+                MHA | {"model_type": model_type, "use_sliding_window": value, "sliding_window": 9},
+                f"config.json: field 'use_sliding_window' must be true or false, got {value!r}",
+            )
+            for model_type in ("qwen3", "qwen3_moe")
+            for value in ("false", 0, 1)
+        ],
         (KIMI | {"linear_attn_config": None}, "config.json: no field 'linear_attn_config'"),
         (KIMI | {"linear_attn_config": {}}, "linear_attn_config: no field 'full_attn_layers'"),
         (KIMI | {"linear_attn_config": {"full_attn_layers": 3}}, "field 'full_attn_layers' must be a list"),
@@ -231,12 +246,45 @@ def test_the_command_prints_json(capsys):
     assert report["model"] == model
     assert (report["memory_bytes"], report["pool_bytes"], report["page_size"], report["tp"]) == (10**10, 10**10, 16, 2)
     assert report["dims"] == {"head_num": 8, "head_dim": 128, "layer_num": 32}
+    assert report["extra_bytes_per_token"] == 64
     row = next(row for row in report["rows"] if row["kv_dtype"] == "bfloat16")
     assert (row["bytes_per_token"], row["bytes_per_token_on_device"]) == (131_072, 65_536)
+    assert (row["extra_bytes_per_token"], row["misfits"], row["note"]) == (64, {}, None)
     tokens = (10**10 // (16 * (65_536 + 64)) - 1) * 16
     assert row["fits"]["3"] == {
         "per_rank": tokens, "aggregate": 3 * tokens, "bytes_per_rank": (tokens + 16) * 65_536, "limit": "memory",
     }  # fmt: skip
+
+
+def test_what_a_token_takes_beside_the_pool_is_in_the_table(capsys):
+    arguments = ["--model", str(CONFIGS / "llama-3-8b.json"), "--memory", "10GB", "--tp", "2"]
+    out = run(capsys, *arguments, "--extra-bytes-per-token", "12800")
+    tokens = (10**10 // (64 * (65_536 + 12_800)) - 1) * 64
+    assert re.search(rf"^bfloat16 +65,536 \+ 12,800 +{tokens:,} +{tokens:,}$", out, re.MULTILINE)
+    assert re.search(r"^bytes/token: on a device \(in the pool \+ beside it\); tokens/rank: ", out, re.MULTILINE)
+    for none in ([], ["--extra-bytes-per-token", "0"]):
+        out = run(capsys, *arguments, *none)
+        assert "bytes/token: on a device; tokens/rank: " in out
+        assert re.search(r"^bfloat16 +65,536 +1", out, re.MULTILINE)
+
+
+def test_a_number_of_ranks_that_does_not_fit_leaves_the_others(capsys):
+    # 2 pages of 64 on 2**24 ranks are 2**31 ids
+    arguments = ["--model", str(CONFIGS / "llama-3-8b.json"), "--memory", "10GB", "--dcp", "1,2,16777216,33554432"]
+    out = run(capsys, *arguments)
+    tokens = (10**10 // (64 * 131_072) - 1) * 64
+    assert re.search(rf"^bfloat16 +131,072 +{tokens:,} +{tokens:,} +{2 * tokens:,} +- +-$", out, re.MULTILINE)
+    notes = [line for line in out.splitlines() if line.startswith("dcp ")]  # once, not once for each KV dtype
+    assert [re.match(r"dcp (\d+): SlotSpace: slot ids up to .* do not fit int32", line)[1] for line in notes] == [
+        "16777216",
+        "33554432",
+    ]
+    report = json.loads(run(capsys, *arguments, "--json"))
+    for row in report["rows"]:
+        assert (list(row["fits"]), list(row["misfits"])) == (["1", "2"], ["16777216", "33554432"])
+        assert row["note"] is None
+    assert plan.main([*arguments[:-1], "16777216,33554432"]) == 1
+    assert re.search(r"^bfloat16( +-){4}$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_ids_that_end_at_int32_are_marked(capsys):
