@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from jkv.slots import positive_int
 from pallas_kernels import codecs
 from pallas_kernels.codecs import dsa, fp4
 
@@ -73,10 +74,12 @@ def dsa_encode(nope: ArrayLike, rope: ArrayLike | None = None, *, kv_lora_rank: 
       uint8 `[..., r + 4 * r / 128 + 2 * p]`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
+      ValueError: shapes or dtypes that do not fit, or a `kv_lora_rank` that is no such integer.
     """
     where = "dsa_encode"
     nope = _floats(nope, where, "nope", least=1)
+    if kv_lora_rank is not None:
+        kv_lora_rank = positive_int(kv_lora_rank, where, "kv_lora_rank")
     if rope is None:
         r = 512 if kv_lora_rank is None else kv_lora_rank
         nope, rope = nope[..., :r], nope[..., r:]
@@ -100,13 +103,14 @@ def dsa_decode(rows: ArrayLike, *, kv_lora_rank: int = 512, dtype: Any = jnp.bfl
       `[..., r + p]`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
+      ValueError: shapes or dtypes that do not fit, or a `kv_lora_rank` that is no such integer.
     """
-    rows = jnp.asarray(rows)
+    where, rows = "dsa_decode", jnp.asarray(rows)
     if rows.dtype != jnp.uint8 or not rows.ndim:
-        raise ValueError(f"dsa_decode: rows must be uint8 [..., bytes], got {rows.dtype} {rows.shape}")
-    dsa.rope_dim(rows.shape[-1], kv_lora_rank, "dsa_decode")
-    return _dsa_decode(rows, int(kv_lora_rank), codecs.as_float_dtype(dtype, "dsa_decode", "dtype"))
+        raise ValueError(f"{where}: rows must be uint8 [..., bytes], got {rows.dtype} {rows.shape}")
+    r = positive_int(kv_lora_rank, where, "kv_lora_rank")
+    dsa.rope_dim(rows.shape[-1], r, where)
+    return _dsa_decode(rows, r, codecs.as_float_dtype(dtype, where, "dtype"))
 
 
 def fp8_encode(x: ArrayLike, dtype: Any = jnp.float8_e4m3fn, scale: Any = None) -> jax.Array:

@@ -190,7 +190,17 @@ def test_fp8_codes_name_their_own_format():
         (lambda: quant.fp4_encode(np.zeros((2, 1, 24), np.float32)), r"fp4_encode: the last axis of x must be"),
         (lambda: quant.fp4_encode(np.zeros((2, 1, 0), np.float32)), r"a multiple of 16, got shape \(2, 1, 0\)"),
         (lambda: quant.dsa_encode(np.float32(3)), r"dsa_encode: nope must be .* with at least 1 axis"),
-        (lambda: quant.dsa_decode(np.zeros((2, 656), np.uint8), kv_lora_rank="512"), "kv_lora_rank must be"),
+        *[
+            (call, rf"dsa_{name}: kv_lora_rank must be a positive integer, got {rank!r}$")
+            for rank in (512.0, "512", True, -512, 0)
+            for name, call in [
+                ("encode", lambda r=rank: quant.dsa_encode(np.zeros((2, 576), np.float32), kv_lora_rank=r)),
+                ("encode", lambda r=rank: quant.dsa_encode(np.zeros((2, 512)), np.zeros((2, 64)), kv_lora_rank=r)),
+                ("decode", lambda r=rank: quant.dsa_decode(np.zeros((2, 656), np.uint8), kv_lora_rank=r)),
+            ]
+        ],
+        (lambda: quant.dsa_decode(np.zeros((2, 656), np.uint8), kv_lora_rank=None), "dsa_decode: kv_lora_rank must be"),
+        (lambda: quant.dsa_decode(np.zeros((2, 656), np.uint8), kv_lora_rank=500), "must be a multiple of 128, .* 500"),
         (lambda: quant.fp8_encode(np.zeros(3), scale=1e-38), r"got 1e-38 \(2\*\*-126 is the least\)"),
         (lambda: quant.fp4_encode(np.zeros(16, np.float32)), r"fp4_encode: x must be .* with at least 2 axes"),
         (lambda: quant.fp4_encode(np.zeros((1, 16), np.int32)), r"x must be one of .*, got int32 \(1, 16\)"),
