@@ -256,24 +256,25 @@ def test_the_command_prints_json(capsys):
     }  # fmt: skip
 
 
-def test_what_a_token_takes_beside_the_pool_is_in_the_table(capsys):
-    arguments = ["--model", str(CONFIGS / "llama-3-8b.json"), "--memory", "10GB", "--tp", "2"]
+def test_what_a_token_takes_beside_the_pool_is_in_the_table(tmp_path, capsys):
+    arguments = ["--model", str(written(tmp_path, MHA | {"head_dim": 256})), "--memory", "1GB", "--tp", "2"]
     out = run(capsys, *arguments, "--extra-bytes-per-token", "12800")
-    tokens = (10**10 // (64 * (65_536 + 12_800)) - 1) * 64
-    assert re.search(rf"^bfloat16 +65,536 \+ 12,800 +{tokens:,} +{tokens:,}$", out, re.MULTILINE)
+    tokens = (10**9 // (64 * (4_096 + 12_800)) - 1) * 64  # 2 layers x 2 x 2 heads x 256 x 2 bytes
+    assert re.search(rf"^bfloat16 +4,096 \+ 12,800 +{tokens:,} +{tokens:,}$", out, re.MULTILINE)
     assert re.search(r"^bytes/token: on a device \(in the pool \+ beside it\); tokens/rank: ", out, re.MULTILINE)
     for none in ([], ["--extra-bytes-per-token", "0"]):
         out = run(capsys, *arguments, *none)
         assert "bytes/token: on a device; tokens/rank: " in out
-        assert re.search(r"^bfloat16 +65,536 +1", out, re.MULTILINE)
+        assert re.search(r"^bfloat16 +4,096 +244,032 +244,032$", out, re.MULTILINE)
 
 
-def test_a_number_of_ranks_that_does_not_fit_leaves_the_others(capsys):
+def test_a_number_of_ranks_that_does_not_fit_leaves_the_others(tmp_path, capsys):
     # 2 pages of 64 on 2**24 ranks are 2**31 ids
-    arguments = ["--model", str(CONFIGS / "llama-3-8b.json"), "--memory", "10GB", "--dcp", "1,2,16777216,33554432"]
+    model = str(written(tmp_path, MHA | {"head_dim": 256}))
+    arguments = ["--model", model, "--memory", "1GB", "--dcp", "1,2,16777216,33554432"]
     out = run(capsys, *arguments)
-    tokens = (10**10 // (64 * 131_072) - 1) * 64
-    assert re.search(rf"^bfloat16 +131,072 +{tokens:,} +{tokens:,} +{2 * tokens:,} +- +-$", out, re.MULTILINE)
+    tokens = (10**9 // (64 * 8_192) - 1) * 64
+    assert re.search(rf"^bfloat16 +8,192 +{tokens:,} +{tokens:,} +{2 * tokens:,} +- +-$", out, re.MULTILINE)
     notes = [line for line in out.splitlines() if line.startswith("dcp ")]  # once, not once for each KV dtype
     assert [re.match(r"dcp (\d+): SlotSpace: slot ids up to .* do not fit int32", line)[1] for line in notes] == [
         "16777216",
