@@ -57,7 +57,7 @@ def nll_of(logits: np.ndarray) -> np.ndarray:
 def test_a_pools_quality_is_that_of_its_rounded_rows(model: Model):
     step = kv_quality.llama_step(model.params, model.config, 48)
     scales = kv_quality.calibrate(step, create, IDS[5:25])
-    found = {q.title: q for q in kv_quality.measure(step, create, IDS, FORMATS, chunk=16, scales=scales)}
+    found = {q.title: q for q in kv_quality.measure(step, create, IDS, FORMATS, chunk=20, scales=scales)}
     first = logits_of(model, "f32", "f32")
     for some in FORMATS:
         quality = found[some.title]
