@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import quant_model as formulas
-from calls import Slots, assert_rows, loc_of
+from calls import Slots, assert_rows, loc_of, on_ranks
 from model import gather, scatter
 from quant_specs import Rows
 
@@ -119,12 +118,6 @@ def assert_values(got: Any, want: np.ndarray, dtype: str, what: str) -> None:
     assert_rows(got.view(word), want.view(word), what, cast_to=dtype)
 
 
-def _run(fn: Any, slots: Slots, *args: Any) -> list[Any]:
-    layer = None if slots.layer is None else np.int32(slots.layer)
-    compiled = jax.jit(fn)
-    return [compiled(*args, layer, np.int32(rank)) for rank in range(slots.dcp_size)]
-
-
 def check_scatter(rows: Rows, slots: Slots, config: KernelConfig | None = None, seed: int = 0) -> None:
     """What the op writes, on every rank, and that it writes nothing else."""
     rng = np.random.default_rng(seed)
@@ -137,7 +130,7 @@ def check_scatter(rows: Rows, slots: Slots, config: KernelConfig | None = None, 
         return write(rows, buffers, loc, values, **options)
 
     pieces, options = pieces_of(rows, values), {"layer": slots.layer, "skip_slot": slots.skip_slot} | slots.plain
-    for rank, new in enumerate(_run(call, slots, loc, buffers, values)):
+    for rank, new in on_ranks(call, slots, loc, buffers, values):
         want = [scatter(b, loc, [p], rank=rank, **options) for b, p in zip(buffers, pieces, strict=True)]
         assert_buffers(rows, new, want, f"rank {rank}")
 
@@ -154,7 +147,7 @@ def check_gather(
         options = slots.plain | {"layer": layer, "dcp_rank": rank, "config": config}
         return read(rows, buffers, loc, dtype=jnp.dtype(dtype), **options)
 
-    for rank, got in enumerate(_run(call, slots, loc, buffers)):
+    for rank, got in on_ranks(call, slots, loc, buffers):
         taken = [gather(b, loc, rank=rank, layer=slots.layer, **slots.plain) for b in buffers]
         for i, (have, want) in enumerate(zip(got, decoded(rows, taken), strict=True)):
             assert_values(have, want, dtype, f"{rows.name}, part {i}, rank {rank}")
