@@ -64,11 +64,11 @@ class _Fields:
             raise self.error(f"field {name!r} must be an integer of at least {least}, got {value!r}")
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self.get(name, False)
-        if type(value) is not bool:
-            raise self.error(f"field {name!r} must be true or false, got {value!r}")
-        return value
+    def slides(self) -> bool:
+        on = self.get("use_sliding_window", False)
+        if type(on) is not bool:
+            raise self.error(f"field 'use_sliding_window' must be true or false, got {on!r}")
+        return on and self.get("sliding_window") is not None
 
     def part(self, name: str) -> "_Fields":
         value = self.get(name)
@@ -115,7 +115,7 @@ def _mha(fields: _Fields, layer_types: list[str] | None = None) -> ModelConfig:
 
 
 def _qwen3(fields: _Fields) -> ModelConfig:
-    slides = fields.flag("use_sliding_window") and fields.get("sliding_window") is not None
+    slides = fields.slides()
     layers, first = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28, least=0)
     return _mha(
         fields.with_defaults(_DEFAULTS_OF_QWEN3),
@@ -124,7 +124,7 @@ def _qwen3(fields: _Fields) -> ModelConfig:
 
 
 def _qwen3_moe(fields: _Fields) -> ModelConfig:
-    if fields.flag("use_sliding_window") and fields.get("sliding_window") is not None:
+    if fields.slides():
         raise fields.error("use_sliding_window is set: every layer slides, and these pools would hold nothing")
     return _mha(fields)
 

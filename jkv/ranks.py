@@ -95,7 +95,8 @@ class Ranks:
         A rank's number counts along all DCP axes, the first the slowest: with some of them opened, the parts that an
         inner shard_map makes of the rest are those of the pool only where the opened ones come first.
         """
-        opened = [name in self._manual_axes() for name in self.dcp_axis if self._size(name) > 1]
+        manual = self._manual_axes()
+        opened = [name in manual for name in self.dcp_axis if self._size(name) > 1]
         if sorted(opened, reverse=True) == opened:
             return None
         return f"a shard_map over some of dcp_axis {self.dcp_axis} must open the first of them, not only later ones"

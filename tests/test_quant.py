@@ -224,7 +224,7 @@ def test_fp8_codes_name_their_own_format():
             r"must be \[..., 256\] and \[..., p\], got \(2, 128\) and \(2, 4\)",
         ),
         (lambda: quant.dsa_encode(np.zeros((2, 130), np.int8), kv_lora_rank=128), r"dsa_encode: nope must be one of"),
-        (lambda: quant.dsa_decode(np.zeros((2, 656), np.int8)), r"rows must be uint8"),
+        (lambda: quant.dsa_decode(np.zeros((2, 656), np.int8)), r"dsa_decode: rows must be uint8"),
         (lambda: quant.dsa_decode(np.zeros((2, 529), np.uint8)), r"got 512 in rows of 529 bytes"),
         (lambda: quant.fp8_encode(np.zeros(3), jnp.bfloat16), r"fp8_encode: dtype must be float8_e4m3fn or"),
         (lambda: quant.fp8_encode(np.zeros(3), scale=0.0), r"fp8_encode: scale must be positive"),

@@ -85,15 +85,10 @@ def assert_rows(got: Any, want: np.ndarray, what: str, cast_to: str | None = Non
 
 
 def on_ranks(fn: Any, slots: Slots, *args: Any) -> list[tuple[int, Any]]:
-    """Ranks, each with `fn(*args, layer, rank)`: layer and rank traced, in one compiled program.
-
-    All ranks; in the interpreter of mosaic, which takes seconds for each, the first and the last.
-    """
+    """The ranks, each with `fn(*args, layer, rank)`: layer and rank traced, in one compiled program."""
     layer = None if slots.layer is None else np.int32(slots.layer)
-    compiled, use = jax.jit(fn), dispatch._use.value
-    slow = use.interpret and use.implementation == "mosaic"
-    ranks = sorted({0, slots.dcp_size - 1}) if slow else range(slots.dcp_size)
-    return [(rank, compiled(*args, layer, np.int32(rank))) for rank in ranks]
+    compiled = jax.jit(fn)
+    return [(rank, compiled(*args, layer, np.int32(rank))) for rank in range(slots.dcp_size)]
 
 
 def check_scatter(rows: specs.Rows, slots: Slots, config: dispatch.KernelConfig | None = None, seed: int = 0) -> None:
